@@ -1,0 +1,160 @@
+"""What each device holds and accepts, every figure with the public source it was read from.
+
+These are the figures needed before anything runs: for planning, and to refuse a block size that
+the device's attention would refuse later. A kernel asks the platform for its core counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ascend_kv.errors import UsageError
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+        name: as ``get_device`` takes it.
+        memory_bytes: device memory; None where it varies or is not published.
+        cube_cores, vector_cores: matrix and vector cores; None where there are none or the count
+            is not published.
+        ub_bytes: the unified buffer of one vector core; None as above.
+        formats: KV cache formats its attention reads.
+        default_block_size: tokens in a block where the user names no number.
+        block_multiples: format name -> what a block size must be a multiple of.
+        sources: attribute name -> where its figure was read.
+    """
+
+    name: str
+    memory_bytes: int | None
+    cube_cores: int | None
+    vector_cores: int | None
+    ub_bytes: int | None
+    formats: tuple[str, ...]
+    default_block_size: int
+    block_multiples: Mapping[str, int]
+    sources: Mapping[str, str] = field(repr=False)
+
+    def check_block_size(self, block_size: int, format_name: str) -> None:
+        """Refuse a block size, or a format, that the device's attention cannot read.
+
+        Args:
+            block_size: tokens in a block.
+            format_name: a ``FormatSpec.name``.
+
+        Raises:
+            UsageError: names the legal formats, or the legal block sizes.
+        """
+        if format_name not in self.formats:
+            raise UsageError("kv_cache_dtype", format_name, self.formats, f"On {self.name}.")
+        multiple = self.block_multiples[format_name]
+        if block_size >= 1 and block_size % multiple == 0:
+            return
+        if multiple == 1:
+            legal = "a whole number of at least 1"
+        else:
+            legal = f"{multiple}, {2 * multiple}, {3 * multiple} and so on: multiples of {multiple}"
+        hint = f"For {format_name} on {self.name}; the default there is {self.default_block_size}."
+        raise UsageError("block_size", block_size, legal, hint)
+
+
+_CANN_ATTENTION = "aclnnFusedInferAttentionScoreV4 in the CANN operator documentation"
+
+
+def _ascend_910b(name: str, memory_bytes: int, cube_cores: int, vector_cores: int) -> Device:
+    platform = f"CANN toolkit, platform_config/Ascend{name}.ini"
+    return Device(
+        name=name,
+        memory_bytes=memory_bytes,
+        cube_cores=cube_cores,
+        vector_cores=vector_cores,
+        ub_bytes=192 * 1024,
+        formats=("float16", "bfloat16", "int8"),
+        default_block_size=128,
+        block_multiples=MappingProxyType({"float16": 16, "bfloat16": 16, "int8": 32}),
+        sources=MappingProxyType(
+            {
+                "memory_bytes": platform,
+                "cube_cores": platform,
+                "vector_cores": platform,
+                "ub_bytes": "asc-tools, cpudebug limits of ascend910B1",
+                "formats": f"{_CANN_ATTENTION}; no FP8: vllm-ascend issue 8102",
+                "default_block_size": f"{_CANN_ATTENTION} (128 recommended)",
+                "block_multiples": _CANN_ATTENTION,
+            }
+        ),
+    )
+
+
+def _ascend_950() -> Device:
+    # Only what is published is filled in, and of the formats only those that this package has:
+    # the 950 reads FP8 too.
+    assumed = "assumed to be the 910B's: not read for the 950 yet"
+    return Device(
+        name="950",
+        memory_bytes=None,
+        cube_cores=None,
+        vector_cores=None,
+        ub_bytes=None,
+        formats=("float16", "bfloat16", "int8"),
+        default_block_size=128,
+        block_multiples=MappingProxyType({"float16": 16, "bfloat16": 16, "int8": 32}),
+        sources=MappingProxyType(
+            {
+                "formats": assumed,
+                "default_block_size": assumed,
+                "block_multiples": assumed,
+            }
+        ),
+    )
+
+
+def _cpu() -> Device:
+    ours = "this package's reference operators"
+    formats = ("float32", "float16", "bfloat16", "int8")
+    return Device(
+        name="cpu",
+        memory_bytes=None,
+        cube_cores=None,
+        vector_cores=None,
+        ub_bytes=None,
+        formats=formats,
+        default_block_size=16,
+        block_multiples=MappingProxyType(dict.fromkeys(formats, 1)),
+        sources=MappingProxyType(
+            {"formats": ours, "block_multiples": ours, "default_block_size": "vLLM's default"}
+        ),
+    )
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            _cpu(),
+            _ascend_910b("910B1", 64 * _GIB, 24, 48),
+            _ascend_910b("910B2", 64 * _GIB, 24, 48),
+            _ascend_910b("910B3", 64 * _GIB, 20, 40),
+            _ascend_910b("910B4", 32 * _GIB, 20, 40),
+            _ascend_950(),
+        )
+    }
+)
+
+
+def get_device(name: str) -> Device:
+    """The device of that name: "cpu", "910B1" to "910B4" or "950", with or without "Ascend" before.
+
+    Raises:
+        UsageError: an unknown name; lists the known ones.
+    """
+    device = DEVICES.get(name.removeprefix("Ascend"))
+    if device is None:
+        raise UsageError("device", name, DEVICES)
+    return device

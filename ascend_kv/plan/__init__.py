@@ -1,0 +1,1 @@
+"""What will fit, computed from geometry before anything runs; no torch."""

@@ -1,0 +1,181 @@
+"""How many sequences a memory budget holds, before anything runs.
+
+Paged, a sequence holds the blocks it has grown into; contiguous, it reserves ``max_model_len``
+from its first token to its last. Counts of blocks and bytes are exact integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ascend_kv.config import ALLOCATORS, format_bytes, plan_blocks
+from ascend_kv.errors import UsageError
+from ascend_kv.geometry import FormatSpec, ModelGeometry
+
+
+class Capacity(NamedTuple):
+    """What one scheme makes of a budget.
+
+    Attributes:
+        scheme: allocator and formats, such as "paged int8/token_head".
+        token_bytes: keys, values, scales and zero points of one token in all layers.
+        block_bytes: the same for a block.
+        num_blocks: blocks that can be used; contiguous, whole reservations only.
+        kv_bytes: ``num_blocks * block_bytes``.
+        sequences_full_length: sequences at once if all were ``max_model_len`` long.
+        sequences_mean: sequences at once if all stood at their last token.
+        sequences_live: sequences at once on average, when finished ones are replaced as they
+            leave, since a paged sequence holds less while it is young.
+    """
+
+    scheme: str
+    token_bytes: int
+    block_bytes: int
+    num_blocks: int
+    kv_bytes: int
+    sequences_full_length: int
+    sequences_mean: float
+    sequences_live: float
+
+
+def capacity(
+    geometry: ModelGeometry,
+    formats: Sequence[FormatSpec],
+    budget_bytes: int,
+    block_size: int,
+    allocator: str,
+    max_model_len: int,
+    lengths: Sequence[tuple[int, int]],
+) -> Capacity:
+    """Plan one scheme.
+
+    A request of P prompt and O output tokens runs O steps. The first computes the prompt, each
+    later one the token before it, so that step i = 0 ... O-1 holds ceil((P + i) / block_size)
+    blocks, and the last token is never stored. With memory always full, the mean number of
+    sequences is the blocks there are over the blocks one holds, averaged over all steps of all
+    requests; with preemption or a short queue it is less. Time to compute a prompt in several
+    steps is not counted.
+
+    Args:
+        geometry: of the model.
+        formats: one for each layer.
+        budget_bytes: memory for the KV cache.
+        block_size: tokens in a block.
+        allocator: "paged" or "contiguous".
+        max_model_len: the longest sequence, in tokens.
+        lengths: prompt and output tokens of every request of the workload.
+
+    Raises:
+        UsageError: an unknown allocator, a budget too small for one sequence of
+            ``max_model_len``, no requests, or one longer than that.
+    """
+    if allocator not in ALLOCATORS:
+        raise UsageError("allocator", allocator, ALLOCATORS)
+    _check_lengths(lengths, max_model_len)
+    num_blocks = plan_blocks(geometry, formats, block_size, budget_bytes, max_model_len)
+    reserved_blocks = -(-max_model_len // block_size)
+    full_length = num_blocks // reserved_blocks
+    if allocator == "contiguous":
+        num_blocks = full_length * reserved_blocks
+        mean = live = float(full_length)
+    else:
+        last = sum(-(-(prompt + output - 1) // block_size) for prompt, output in lengths)
+        held = sum(_block_steps(prompt, output, block_size) for prompt, output in lengths)
+        mean = num_blocks * len(lengths) / last
+        live = num_blocks * sum(output for _, output in lengths) / held
+    block_bytes = geometry.block_bytes(formats, block_size)
+    return Capacity(
+        scheme=f"{allocator} {describe_formats(formats)}",
+        token_bytes=geometry.token_bytes(formats),
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * block_bytes,
+        sequences_full_length=full_length,
+        sequences_mean=mean,
+        sequences_live=live,
+    )
+
+
+def _check_lengths(lengths: Sequence[tuple[int, int]], max_model_len: int) -> None:
+    if not lengths:
+        raise UsageError("lengths", list(lengths), "the lengths of one request or more")
+    for prompt, output in lengths:
+        if prompt < 1 or output < 1 or prompt + output > max_model_len:
+            raise UsageError(
+                "lengths",
+                (prompt, output),
+                f"1 prompt and 1 output token or more, at most max_model_len = {max_model_len} "
+                "together",
+            )
+
+
+def _block_steps(prompt: int, output: int, block_size: int) -> int:
+    """Blocks held, summed over the steps: the sum of ceil(t / S) for t = P ... P + O - 1."""
+
+    def up_to(tokens: int) -> int:  # the sum of ceil(t / S) for t = 1 ... tokens
+        whole, rest = divmod(tokens, block_size)
+        return block_size * whole * (whole + 1) // 2 + rest * (whole + 1)
+
+    return up_to(prompt + output - 1) - up_to(prompt - 1)
+
+
+def describe_formats(formats: Sequence[FormatSpec]) -> str:
+    """The layers' formats in few words: "int8/token_head", or "2 x float16, 28 x int8/token"."""
+    names = [
+        f"{spec.name}/{spec.granularity}{'' if spec.symmetric else '/asymmetric'}"
+        if spec.quantized
+        else spec.name
+        for spec in formats
+    ]
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    if len(counts) == 1:
+        return names[0]
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def explain_memory(
+    geometry: ModelGeometry,
+    formats: Sequence[FormatSpec],
+    tokens: int = 8192,
+    sequences: int = 1,
+) -> str:
+    """Both formulas for the KV cache that are in circulation, with this model's numbers.
+
+    The one with ``hidden_size`` counts a key and a value for every query head. Where query heads
+    share key/value heads it is ``group_size`` times too much (Ainslie et al., "GQA", 2023).
+
+    Args:
+        geometry: of the model.
+        formats: one for each layer; a third line gives their bytes.
+        tokens: length of a sequence.
+        sequences: how many of them.
+
+    Returns:
+        Lines of text, without a newline at the end.
+    """
+    layers, heads, dim = geometry.num_layers, geometry.num_heads, geometry.head_dim
+    kv_heads, group = geometry.num_kv_heads, geometry.group_size
+    sixteen_bits = 2 * layers * kv_heads * dim * 2
+    ungrouped = geometry.ungrouped_token_bytes(2)
+
+    def total(token_bytes: int) -> str:
+        return (
+            f"{token_bytes:,} bytes a token, {format_bytes(token_bytes * tokens * sequences)} for "
+            f"{sequences} x {tokens:,} tokens"
+        )
+
+    lines = [
+        f"16 bit: 2 x {layers} layers x {kv_heads} KV heads x {dim} x 2 bytes = "
+        f"{total(sixteen_bits)}.",
+        f"If every query head kept its own key: 2 x {layers} layers x {heads} heads x {dim} x "
+        f"2 bytes = {total(ungrouped)}. "
+        + (
+            f"That is {group} times too much: {group} query heads share one KV head here."
+            if group > 1
+            else "Here that is the same: no query heads share a KV head."
+        ),
+        f"Chosen, {describe_formats(formats)}: {total(geometry.token_bytes(formats))}"
+        + (", scales included." if any(spec.quantized for spec in formats) else "."),
+    ]
+    return "\n".join(lines)
