@@ -1,0 +1,36 @@
+"""What a KV cache holds at one moment, in blocks and tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CacheStats(NamedTuple):
+    """Counts of one cache group; a tuple, so that it is cheap to record at every step."""
+
+    num_blocks: int
+    """Blocks the cache has."""
+    used_blocks: int
+    """Blocks that a sequence holds, shared ones counted once."""
+    block_size: int
+    """Tokens a block has room for."""
+    used_tokens: int
+    """Token slots that hold a key and a value."""
+    num_sequences: int
+    """Sequences that hold at least one block."""
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are held, 0 to 1."""
+        return self.used_blocks / self.num_blocks
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the held token slots that hold a token, 0 to 1; 1 when none is held."""
+        held_tokens = self.used_blocks * self.block_size
+        return self.used_tokens / held_tokens if held_tokens else 1.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the held token slots that are wasted, 0 to 1."""
+        return 1.0 - self.utilisation

@@ -1,0 +1,194 @@
+"""Block pool, block tables, statistics and the paged tensors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ascend_kv.cache.blocks import BlockPool
+from ascend_kv.cache.paged import PagedKVCache
+from ascend_kv.cache.stats import CacheStats
+from ascend_kv.cache.tables import ContiguousTables, PagedTables, make_tables
+from ascend_kv.errors import UsageError
+from ascend_kv.geometry import ModelGeometry, format_spec
+
+
+def test_pool_hands_out_every_block_once_and_reuses_the_last_freed() -> None:
+    pool = BlockPool(3)
+    assert [pool.allocate() for _ in range(3)] == [0, 1, 2]
+    assert (pool.num_free, pool.num_used) == (0, 3)
+    pool.release(1)
+    pool.release(0)
+    assert [pool.allocate(), pool.allocate()] == [0, 1]
+
+
+def test_shared_block_is_free_only_after_its_last_holder() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.share(block)
+    pool.release(block)
+    assert (pool.references(block), pool.num_free) == (1, 0)
+    pool.release(block)
+    assert (pool.references(block), pool.num_free) == (0, 1)
+
+
+@pytest.mark.parametrize("misuse", ["allocate", "release", "share"])
+def test_pool_misuse_is_our_bug(misuse: str) -> None:
+    pool = BlockPool(1)
+    if misuse == "allocate":
+        pool.allocate()
+    with pytest.raises(AssertionError):
+        getattr(pool, misuse)(*([] if misuse == "allocate" else [0]))
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_pool_without_blocks_is_refused(num_blocks: int) -> None:
+    with pytest.raises(UsageError, match="num_blocks"):
+        BlockPool(num_blocks)
+
+
+def test_paged_tables_take_a_block_only_when_a_token_needs_it() -> None:
+    tables = PagedTables(num_blocks=4, block_size=4)
+    assert tables.reserve("a", 4)
+    assert tables.table("a") == [0]
+    assert tables.write("a", 0, 4) == [0, 1, 2, 3]
+    assert tables.reserve("b", 1)
+    assert tables.reserve("a", 5)
+    assert tables.table("a") == [0, 2]
+    assert tables.write("a", 4, 5) == [8]
+
+
+def test_paged_tables_refuse_without_a_change() -> None:
+    tables = PagedTables(num_blocks=2, block_size=4)
+    assert tables.reserve("a", 4)
+    before = tables.stats()
+    assert not tables.reserve("b", 5)
+    assert not tables.reserve("a", 9)
+    assert tables.stats() == before
+    assert tables.table("a") == [0]
+
+
+def test_paged_admission_leaves_the_headroom() -> None:
+    tables = PagedTables(num_blocks=3, block_size=4)
+    assert tables.can_admit(8, headroom_blocks=1)
+    assert not tables.can_admit(9, headroom_blocks=1)
+    assert tables.can_admit(12)
+
+
+def test_contiguous_tables_reserve_the_longest_sequence_in_adjacent_blocks() -> None:
+    tables = ContiguousTables(num_blocks=11, block_size=4, max_model_len=17)
+    assert (tables.num_blocks, tables.max_sequence_tokens) == (10, 20)  # the 11th fits no region
+    assert tables.reserve("a", 1)
+    assert tables.reserve("b", 20)
+    assert not tables.can_admit(1)
+    assert not tables.reserve("c", 1)
+    tables.release("a")
+    tables.release("b")
+    for name in ("d", "e"):
+        assert tables.reserve(name, 1)
+        first = tables.table(name)[0]
+        assert tables.table(name) == list(range(first, first + 5))
+    assert not tables.reserve("d", 21)
+
+
+def test_contiguous_regions_stay_adjacent_however_they_are_released() -> None:
+    tables = ContiguousTables(num_blocks=20, block_size=2, max_model_len=8)
+    rng = random.Random(0)
+    held: list[str] = []
+    for turn in range(300):
+        if held and (rng.random() < 0.5 or len(held) == 5):
+            tables.release(held.pop(rng.randrange(len(held))))
+        else:
+            name = str(turn)
+            assert tables.reserve(name, 3)
+            held.append(name)
+            blocks = tables.table(name)
+            assert blocks == list(range(blocks[0], blocks[0] + 4)) and blocks[0] % 4 == 0
+
+
+def test_stats_count_blocks_tokens_and_waste() -> None:
+    tables = PagedTables(num_blocks=10, block_size=4)
+    assert tables.stats().utilisation == 1.0
+    tables.reserve("a", 6)
+    tables.write("a", 0, 5)
+    stats = tables.stats()
+    assert stats == CacheStats(10, 2, 4, 5, 1)
+    assert stats.usage == pytest.approx(0.2)
+    assert stats.utilisation == pytest.approx(5 / 8)
+    assert stats.fragmentation == pytest.approx(3 / 8)
+    tables.release("a")
+    assert tables.stats() == CacheStats(10, 0, 4, 0, 0)
+
+
+def test_random_use_never_gives_a_slot_to_two_sequences() -> None:
+    rng = random.Random(1)
+    tables = PagedTables(num_blocks=23, block_size=3)
+    lengths: dict[str, int] = {}
+    owner: dict[int, tuple[str, int]] = {}
+    for turn in range(2000):
+        name = f"s{rng.randrange(8)}"
+        if name in lengths and rng.random() < 0.2:
+            tables.release(name)
+            owner = {slot: who for slot, who in owner.items() if who[0] != name}
+            del lengths[name]
+            continue
+        start = lengths.get(name, 0)
+        stop = start + rng.randrange(1, 6)
+        if not tables.reserve(name, stop):
+            continue
+        for token, slot in enumerate(tables.write(name, start, stop), start):
+            assert slot not in owner, f"turn {turn}: slot {slot} has an owner"
+            owner[slot] = (name, token)
+        lengths[name] = stop
+        stats = tables.stats()
+        assert stats.used_tokens == sum(lengths.values()) == len(owner)
+        assert stats.used_blocks == sum(-(-n // 3) for n in lengths.values())
+    assert len(lengths) > 2
+
+
+def test_unknown_allocator_is_refused_with_the_names() -> None:
+    with pytest.raises(UsageError, match="paged, contiguous"):
+        make_tables("slab", 4, 4, 4)
+
+
+def test_contiguous_cache_too_small_for_one_sequence_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_model_len"):
+        make_tables("contiguous", 4, 4, 17)
+
+
+GEOMETRY = ModelGeometry(
+    model_type="llama",
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=40,
+    hidden_size=240,
+    vocab_size=10,
+    max_position_tokens=128,
+    dtype="float32",
+    layer_windows=(None, None),
+)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("granularity", ["token", "token_head"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_allocated_bytes_equal_the_geometry(name: str, granularity: str, symmetric: bool) -> None:
+    formats = (format_spec(name, granularity, symmetric), format_spec("float16"))
+    cache = PagedKVCache(GEOMETRY, formats, num_blocks=5, block_size=8)
+    assert cache.allocated_bytes == 5 * GEOMETRY.block_bytes(formats, 8)
+    assert cache.bytes_by_layer == tuple(5 * 8 * spec.token_bytes(3, 40) for spec in formats)
+    assert cache.layers[0].key.shape == (5, 3, 8, 40)
+
+
+def test_int8_layer_holds_codes_and_scales_of_the_documented_shapes() -> None:
+    formats = (format_spec("int8"), format_spec("int8", "token", symmetric=False))
+    head, token = PagedKVCache(GEOMETRY, formats, num_blocks=5, block_size=8).layers
+    assert head.key.dtype == torch.int8
+    assert head.key_scale is not None and head.key_scale.shape == (5, 3, 8)
+    assert head.key_scale.dtype == torch.float32
+    assert head.key_zero_point is None
+    assert token.key_scale is not None and token.key_scale.shape == (5, 1, 8)
+    assert token.value_zero_point is not None and token.value_zero_point.shape == (5, 1, 8)

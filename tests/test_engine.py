@@ -1,0 +1,269 @@
+"""Scheduler and engine with a stand-in model that reads its tokens back through the cache.
+
+The model keeps one number a slot. Its next token is a function of every token it finds through
+the block tables, so a wrong slot, table, length or order changes what is generated.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ascend_kv.cache.tables import ContiguousTables, PagedTables, SequenceTables
+from ascend_kv.config import SchedulerConfig
+from ascend_kv.engine.batch import Batch
+from ascend_kv.engine.engine import Engine
+from ascend_kv.engine.request import RequestOutput, SamplingParams
+from ascend_kv.errors import UsageError
+
+VOCAB = 101
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the stand-in model says after ``tokens``."""
+    return sum((position + 3) * token for position, token in enumerate(tokens)) % VOCAB
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    """The same, token by token, without any cache."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class SlotModel:
+    """Stores tokens by slot; forgets nothing, so stale slots are found when read."""
+
+    def __init__(self, tables: SequenceTables) -> None:
+        self.slots = [-1] * (tables.num_blocks * tables.block_size)
+        self.block_size = tables.block_size
+        self.batches: list[Batch] = []
+        self.poisoned_tokens: frozenset[int] = frozenset()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.batches.append(batch)
+        assert len(batch.token_ids) == len(batch.positions) == len(batch.slot_mapping)
+        assert sum(batch.query_lengths) == len(batch.token_ids)
+        for slot, token in zip(batch.slot_mapping, batch.token_ids, strict=True):
+            self.slots[slot] = token
+        logits, row = [], 0
+        for table, queries, length in zip(
+            batch.block_tables, batch.query_lengths, batch.kv_lengths, strict=True
+        ):
+            assert batch.positions[row : row + queries] == list(range(length - queries, length))
+            row += queries
+            if row - 1 in batch.logits_indices:
+                size = self.block_size
+                seen = [self.slots[table[i // size] * size + i % size] for i in range(length)]
+                logits.append(torch.nn.functional.one_hot(torch.tensor(next_token(seen)), VOCAB))
+                if self.poisoned_tokens & set(seen):
+                    logits[-1] = torch.full((VOCAB,), float("nan"))
+        assert len(logits) == len(batch.logits_indices)
+        return torch.stack([item.float() for item in logits]) if logits else torch.empty(0, VOCAB)
+
+
+def make_engine(
+    tables: SequenceTables, eos: tuple[int, ...] = (), vocab_size: int | None = None, **limits: int
+) -> tuple[Engine, SlotModel]:
+    config = SchedulerConfig(
+        **({"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16} | limits)  # type: ignore[arg-type]
+    )
+    model = SlotModel(tables)
+    return Engine(model, tables, config, eos, vocab_size), model
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    finished = {}
+    for _ in range(5000):
+        if not engine.has_unfinished_requests():
+            return finished
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    raise AssertionError("the engine does not come to an end")
+
+
+def greedy(max_tokens: int, **others: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **others)  # type: ignore[arg-type]
+
+
+def random_prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
+    rng = random.Random(seed)
+    return [
+        ([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))], rng.randrange(1, 20))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "preempts"),
+    [
+        (PagedTables(num_blocks=128, block_size=4), False),
+        (PagedTables(num_blocks=17, block_size=4), True),
+        (PagedTables(num_blocks=64, block_size=1), True),
+        (ContiguousTables(num_blocks=48, block_size=4, max_model_len=64), False),
+    ],
+    ids=["roomy", "tight", "block of one", "contiguous"],
+)
+@pytest.mark.parametrize("budget", [8, 13, 64])
+def test_tokens_do_not_depend_on_batching(
+    tables: SequenceTables, preempts: bool, budget: int
+) -> None:
+    engine, model = make_engine(tables, max_num_batched_tokens=budget)
+    work = random_prompts(30, seed=budget)
+    for index, (prompt, max_tokens) in enumerate(work):
+        engine.add_request(str(index), prompt, greedy(max_tokens))
+    outputs = run(engine)
+    for index, (prompt, max_tokens) in enumerate(work):
+        assert outputs[str(index)].outputs[0].token_ids == expected(prompt, max_tokens)
+        assert outputs[str(index)].outputs[0].finish_reason == "length"
+    assert (engine.stats.preemptions > 0) == preempts
+    assert (engine.stats.recomputed_tokens > 0) == preempts
+    assert engine.stats.generated_tokens == sum(count for _, count in work)
+    assert tables.stats().used_blocks == tables.stats().used_tokens == 0
+    assert max(len(batch.token_ids) for batch in model.batches) <= budget
+    assert max(len(batch.query_lengths) for batch in model.batches) <= 8
+
+
+def test_decodes_come_first_and_share_the_step_with_prefill_chunks() -> None:
+    engine, model = make_engine(PagedTables(64, 4), max_num_batched_tokens=10)
+    engine.add_request("short", [5], greedy(12))
+    engine.step()
+    engine.add_request("long", list(range(30)), greedy(1))
+    run(engine)
+    mixed = [b.query_lengths for b in model.batches if len(b.query_lengths) == 2]
+    assert mixed[:4] == [[1, 9], [1, 9], [1, 9], [1, 3]]
+
+
+def test_batch_counts_its_decodes() -> None:
+    batch = Batch(
+        [1, 2, 3, 4], [0, 0, 0, 1], [0, 4, 8, 9], [[0], [1], [2]], [1, 1, 2], [1, 1, 2], [0]
+    )
+    assert batch.num_decodes == 2
+
+
+def test_first_come_first_served_also_after_preemption() -> None:
+    engine, _ = make_engine(PagedTables(9, 4), max_num_batched_tokens=64)
+    for name in "abc":
+        engine.add_request(name, [1] * 8, greedy(16))
+    order: list[str] = []
+    while engine.has_unfinished_requests():
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert engine.stats.preemptions > 0
+    assert order == ["a", "b", "c"]
+
+
+def test_without_chunked_prefill_a_prompt_runs_whole() -> None:
+    engine, model = make_engine(
+        PagedTables(64, 4), max_num_batched_tokens=64, enable_chunked_prefill=False
+    )
+    for index in range(4):
+        engine.add_request(str(index), [index] * 30, greedy(2))
+    run(engine)
+    assert {n for batch in model.batches for n in batch.query_lengths} == {1, 30}
+
+
+def test_stop_tokens_and_end_of_sequence() -> None:
+    prompt = [3, 1, 4]
+    tokens = expected(prompt, 9)
+    stop = tokens[4]
+    cut = tokens[: tokens.index(stop) + 1]
+    for eos, params, reason, result in [
+        ((stop,), greedy(9), "stop", cut),
+        ((stop,), greedy(9, ignore_eos=True), "length", tokens),
+        ((), greedy(9, stop_token_ids=[stop]), "stop", cut),
+        ((stop,), greedy(9, ignore_eos=True, stop_token_ids=[stop]), "stop", cut),
+    ]:
+        engine, _ = make_engine(PagedTables(64, 4), eos=eos)
+        engine.add_request("x", prompt, params)
+        completion = run(engine)["x"].outputs[0]
+        assert (completion.token_ids, completion.finish_reason) == (result, reason)
+
+
+def test_generation_ends_at_max_model_len_and_at_the_size_of_the_cache() -> None:
+    for tables, longest in [(PagedTables(64, 4), 64), (PagedTables(5, 4), 20)]:
+        engine, _ = make_engine(tables)
+        engine.add_request("x", [7] * 10, greedy(1000))
+        completion = run(engine)["x"].outputs[0]
+        assert len(completion.token_ids) == longest - 10
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: got 'an empty prompt'"),
+        ([1] * 64, "prompt: got '64 tokens'; legal: at most 63 tokens"),
+        ([1, VOCAB], f"prompt_token_ids: got {VOCAB}; legal: 0 to {VOCAB - 1}"),
+        ([-1], "prompt_token_ids: got -1"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_the_others_go_on(prompt: list[int], message: str) -> None:
+    engine, _ = make_engine(PagedTables(64, 4), vocab_size=VOCAB)
+    engine.add_request("good", [1, 2], greedy(3))
+    with pytest.raises(UsageError) as caught:
+        engine.add_request("bad", prompt, greedy(3))
+    assert str(caught.value).startswith(message)
+    outputs = run(engine)
+    assert set(outputs) == {"good"}
+    assert outputs["good"].outputs[0].token_ids == expected([1, 2], 3)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    engine.add_request("x", [1], greedy(3))
+    with pytest.raises(UsageError, match="request_id"):
+        engine.add_request("x", [1], greedy(3))
+
+
+def test_abort_frees_running_and_waiting_requests() -> None:
+    tables = PagedTables(64, 4)
+    engine, _ = make_engine(tables, max_num_seqs=1)
+    for name in ("running", "waiting", "kept"):
+        engine.add_request(name, [1, 2, 3], greedy(5))
+    engine.step()
+    for name in ("running", "waiting", "unknown"):
+        engine.abort_request(name)
+    outputs = run(engine)
+    assert set(outputs) == {"kept"}
+    assert outputs["kept"].outputs[0].token_ids == expected([1, 2, 3], 5)
+    assert tables.stats().used_blocks == 0
+
+
+def test_a_poisoned_request_ends_with_an_error_and_the_others_go_on() -> None:
+    engine, model = make_engine(PagedTables(64, 4))
+    model.poisoned_tokens = frozenset([99])
+    for name, prompt in (("bad", [1, 99]), ("good", [1, 2])):
+        engine.add_request(name, prompt, greedy(3))
+    outputs = run(engine)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert "not finite" in str(outputs["bad"].error)
+    assert outputs["bad"].outputs[0].token_ids == []
+    assert outputs["good"].error is None
+    assert outputs["good"].outputs[0].token_ids == expected([1, 2], 3)
+
+
+def test_impossible_limits_are_refused() -> None:
+    with pytest.raises(UsageError, match="max_num_batched_tokens"):
+        make_engine(PagedTables(64, 4), enable_chunked_prefill=False)
+    with pytest.raises(UsageError, match="max_num_batched_tokens"):
+        make_engine(PagedTables(64, 4), max_num_seqs=17)
+
+
+def test_step_records_add_up() -> None:
+    engine, model = make_engine(PagedTables(17, 4), max_num_batched_tokens=16)
+    for index in range(6):
+        engine.add_request(str(index), [index] * 20, greedy(10))
+    run(engine)
+    stats = engine.stats
+    assert stats.num_steps == len(stats.steps) == len(model.batches)
+    assert sum(step.preempted for step in stats.steps) == stats.preemptions > 0
+    total = sum(step.num_decodes + step.prefill_tokens for step in stats.steps)
+    assert total == sum(len(batch.token_ids) for batch in model.batches)
+    # Each request computes all its tokens but the last, and what it lost once more.
+    assert total == 6 * (20 + 10 - 1) + stats.recomputed_tokens
+    assert all(0 < step.cache.utilisation <= 1 for step in stats.steps)
+    assert stats.engine_seconds == pytest.approx(stats.step_seconds - stats.model_seconds)
