@@ -1,0 +1,1 @@
+"""Where foreign libraries meet the engine: the only rooms that import them."""

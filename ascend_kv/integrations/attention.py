@@ -1,0 +1,188 @@
+"""Our attention function inside Hugging Face's models, and the proof that it is reached.
+
+transformers looks an attention function up by name (``AttentionInterface``). Ours is registered
+there and *not* in ``AttentionMaskInterface``: so no mask is built, and the packed tokens of many
+sequences stay apart by their block tables alone. The step's tensors travel as a keyword argument
+through the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from ascend_kv import ops
+from ascend_kv.cache.paged import LayerCache
+from ascend_kv.engine.batch import Batch
+from ascend_kv.errors import RunError, UnsupportedModelError
+from ascend_kv.geometry import ModelGeometry
+
+ATTENTION_NAME = "ascend_kv"
+STEP_KEYWORD = "ascend_kv_step"
+_REFUSED = {"softcap": "logit soft-capping", "s_aux": "attention sinks of its own"}
+
+
+class Step(Protocol):
+    """Receives every layer's queries, keys and values of one forward."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        """query [T, H, D], key and value [T, N, D] after RoPE; returns [T, H, D]."""
+        ...
+
+
+class CacheStep:
+    """Stores a batch's keys and values in the paged cache and attends to what is stored."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        batch: Batch,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._layers = layers
+        self._query_lengths = batch.query_lengths
+        self._kv_lengths = batch.kv_lengths
+        self._slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
+        self._block_tables = _pad_tables(batch, block_size).to(device)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        cache = self._layers[layer]
+        ops.kv_cache_store(key, value, cache.key, cache.value, self._slot_mapping, **cache.scales)
+        output, _ = ops.paged_attention(
+            query,
+            cache.key,
+            cache.value,
+            self._block_tables,
+            self._query_lengths,
+            self._kv_lengths,
+            scaling,
+            window=window,
+            **cache.scales,
+        )
+        return output
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Hugging Face's attention interface over the paged cache.
+
+    Args:
+        module: the attention layer; its ``layer_idx`` picks the cache.
+        query: [1, H, T, D] after RoPE; key, value: [1, N, T, D].
+        attention_mask: None, for no mask is built (see the module's docstring).
+        scaling: factor of the scores, D ** -0.5 when None.
+        sliding_window: latest tokens that a query sees, itself included; None sees all.
+        options: whatever else the model passes; ``ascend_kv_step`` is the step.
+
+    Returns:
+        [1, T, H, D] and None in place of the attention weights.
+    """
+    step: Step | None = options.get(STEP_KEYWORD)
+    if step is None:
+        raise RunError(
+            "this model was loaded for the paged cache and runs through ascend_kv's engine only; "
+            "call LLM.generate, or load it with transformers for a plain forward"
+        )
+    for option, meaning in _REFUSED.items():
+        if options.get(option) is not None:
+            raise UnsupportedModelError(
+                type(module).__name__, f"{option} ({meaning})", "softmax attention without it"
+            )
+    output = step.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+    )
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+class _Probe:
+    """Notes what each layer brings, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        self.seen[layer] = (query.shape[1], key.shape[1], key.shape[2], window)
+        return torch.zeros_like(query)
+
+
+@torch.inference_mode()
+def probe_attention(hf_model: Any, geometry: ModelGeometry) -> None:
+    """Run one token and see that every layer's attention comes to us as ``geometry`` says.
+
+    Raises:
+        UnsupportedModelError: a layer's attention is not intercepted or has other shapes.
+    """
+    name = type(hf_model).__name__
+    probe = _Probe()
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=hf_model.device)
+        hf_model(input_ids=token, position_ids=token, use_cache=False, **{STEP_KEYWORD: probe})
+    except (TypeError, KeyError) as error:
+        raise UnsupportedModelError(
+            "model", name, "a causal LM that uses transformers' attention interface", str(error)
+        ) from error
+    heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
+    for layer, window in enumerate(geometry.layer_windows):
+        expected = (*heads, window or 0)
+        if probe.seen.get(layer) != expected:
+            raise UnsupportedModelError(
+                "model",
+                f"{name}: layer {layer} brings {probe.seen.get(layer, 'nothing')}",
+                f"attention through transformers' attention interface with "
+                f"(heads, kv_heads, head_dim, window) = {expected}",
+            )
+
+
+def _pad_tables(batch: Batch, block_size: int) -> torch.Tensor:
+    """Block tables as [B, M] int32; rows hold the blocks in use and are padded with -1."""
+    needed = [-(-length // block_size) for length in batch.kv_lengths]
+    width = max(needed, default=0)
+    rows = [
+        row[:count] + [-1] * (width - count)
+        for row, count in zip(batch.block_tables, needed, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)

@@ -1,0 +1,34 @@
+"""A Hugging Face causal LM as the engine's ``Model``: no model code of our own."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_kv.cache.paged import PagedKVCache
+from ascend_kv.engine.batch import Batch
+from ascend_kv.integrations.attention import STEP_KEYWORD, CacheStep
+from ascend_kv.integrations.loading import LoadedModel
+
+
+class HuggingFaceModel:
+    """Runs packed batches of many sequences through one forward ``[1, T]``."""
+
+    def __init__(self, loaded: LoadedModel, cache: PagedKVCache) -> None:
+        """Join weights and cache; both may be large, neither is copied."""
+        self.loaded = loaded
+        self.cache = cache
+        self._device = loaded.hf_model.device
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits ``[len(batch.logits_indices), vocab]`` in the model's type."""
+        step = CacheStep(self.cache.layers, batch, self.cache.block_size, self._device)
+        rows = torch.tensor(batch.logits_indices, dtype=torch.int64, device=self._device)
+        output = self.loaded.hf_model(
+            input_ids=torch.tensor([batch.token_ids], device=self._device),
+            position_ids=torch.tensor([batch.positions], device=self._device),
+            use_cache=False,
+            logits_to_keep=rows,
+            **{STEP_KEYWORD: step},
+        )
+        return output.logits[0]

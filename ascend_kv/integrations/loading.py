@@ -1,0 +1,108 @@
+"""Load a Hugging Face causal LM, or refuse it by name before its weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
+from ascend_kv.geometry import ModelGeometry, format_spec
+from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
+from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
+
+
+class LoadedModel(NamedTuple):
+    """Weights in memory, ready to serve any number of caches one after another."""
+
+    hf_model: Any
+    geometry: ModelGeometry
+    dtype: str
+    """Type of the weights and of the arithmetic: float32, float16 or bfloat16."""
+    path: Path
+    """Directory or GGUF file the weights came from."""
+
+
+def load_model(
+    model: str | Path, dtype: str = "auto", device: torch.device | str = "cpu"
+) -> LoadedModel:
+    """Load the weights of a causal LM whose attention goes through the paged cache.
+
+    Args:
+        model: a directory with ``config.json`` and safetensors, a ``.gguf`` file, or a hub id.
+        dtype: ``float32``, ``float16``, ``bfloat16``, or ``auto``: what the checkpoint has.
+        device: where the weights go.
+
+    Raises:
+        UsageError: no such model, or an unknown dtype.
+        UnsupportedModelError: a model type, a shape or an attention that cannot be served.
+        RunError: the checkpoint lacks tensors or cannot be read.
+    """
+    path = find_model(model)
+    geometry = load_geometry(path)
+    confirm_key_shapes(geometry, read_key_shapes(path))
+    name = geometry.dtype if dtype == "auto" else format_spec(dtype).name
+    if format_spec(name).quantized:
+        raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
+    hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
+    probe_attention(hf_model, geometry)
+    return LoadedModel(hf_model, geometry, name, path)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer that lies beside the weights.
+
+    Raises:
+        UsageError: there is none; prompts can still be given as token ids.
+    """
+    directory, options = _source(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            "tokenizer",
+            str(path),
+            "a model with a tokenizer, or skip_tokenizer_init=True and prompts as token ids",
+            str(error).splitlines()[0],
+        ) from error
+
+
+def eos_token_ids(hf_model: Any) -> frozenset[int]:
+    """Tokens that end a sequence, from the generation config, else from the model's config."""
+    for config in (hf_model.generation_config, hf_model.config):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            return frozenset([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset()
+
+
+def _source(path: Path) -> tuple[Path, dict[str, Any]]:
+    if path.is_dir():
+        return path, {}
+    return path.parent, {"gguf_file": path.name}
+
+
+def _read_weights(path: Path, dtype: torch.dtype) -> Any:
+    directory, options = _source(path)
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        hf_model, info = auto.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"model: {path} cannot be read: {error}") from error
+    missing = sorted(info["missing_keys"]) + sorted(
+        key for key, *_ in info.get("mismatched_keys", ())
+    )
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise UnsupportedModelError(
+            "checkpoint", str(path), "one that holds every tensor of its model", f"Missing: {shown}"
+        )
+    return hf_model
