@@ -10,17 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ascend_kv.engine.request import RequestOutput, SamplingParams
+    from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
+    from ascend_kv.engine.params import SamplingParams
     from ascend_kv.errors import RunError, UsageError
-    from ascend_kv.llm import LLM
+    from ascend_kv.llm import LLM, LLMEngine
     from ascend_kv.quantize import KVCacheQuantize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "LLMEngine",
     "SamplingParams",
     "RequestOutput",
+    "CompletionOutput",
     "KVCacheQuantize",
     "UsageError",
     "RunError",
@@ -29,8 +32,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "ascend_kv.llm",
-    "SamplingParams": "ascend_kv.engine.request",
-    "RequestOutput": "ascend_kv.engine.request",
+    "LLMEngine": "ascend_kv.llm",
+    "SamplingParams": "ascend_kv.engine.params",
+    "RequestOutput": "ascend_kv.engine.outputs",
+    "CompletionOutput": "ascend_kv.engine.outputs",
     "KVCacheQuantize": "ascend_kv.quantize",
     "UsageError": "ascend_kv.errors",
     "RunError": "ascend_kv.errors",

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
@@ -48,6 +48,11 @@ class CacheConfig:
         kv_cache_memory_bytes: memory for the cache; None leaves it to the caller.
         prefill_reads: "cache": a prompt attends to what is stored, quantized, so that results do
             not depend on how it was cut into chunks.
+        pair_scaling: scale the rotary pairs of key channels to like size, in the weights: "auto"
+            in the layers that are quantized, true in all.
+        key_offset_layers: layers whose keys are stored without the model's key bias: "auto"
+            where the format and the size of the bias call for it, "all" that have one, "none",
+            or a list; negative numbers count from the last layer.
 
     Raises:
         UsageError: names the field, what was given and what is legal.
@@ -61,6 +66,8 @@ class CacheConfig:
     allocator: str = "paged"
     kv_cache_memory_bytes: int | None = None
     prefill_reads: str = "cache"
+    pair_scaling: bool | Literal["auto"] = "auto"
+    key_offset_layers: Literal["auto", "all", "none"] | tuple[int, ...] = "auto"
 
     def __post_init__(self) -> None:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))
@@ -85,6 +92,7 @@ class CacheConfig:
             raise UsageError("kv_cache_dtype_skip_layers", layers, "a list of layer numbers")
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(layers))
         self._check_scales()
+        self._check_conditioning()
 
     def _check_scales(self) -> None:
         if self.kv_cache_dtype == "auto":
@@ -99,6 +107,19 @@ class CacheConfig:
                 "beforehand, since a later token must not clip against an earlier token's scale; "
                 "static scales are not available there yet.",
             )
+
+    def _check_conditioning(self) -> None:
+        _one_of("pair_scaling", self.pair_scaling, ("auto", True, False))
+        layers = self.key_offset_layers
+        if layers in ("auto", "all", "none"):
+            return
+        if (
+            isinstance(layers, str)
+            or not isinstance(layers, Sequence)
+            or not all(_is_int(layer) for layer in layers)
+        ):
+            raise UsageError("key_offset_layers", layers, "auto, all, none, or a list of layers")
+        object.__setattr__(self, "key_offset_layers", tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,35 @@ class SchedulerConfig:
                 self.max_num_batched_tokens,
                 f"{least} or more ({reason})",
             )
+
+
+def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> CacheConfig:
+    """``config`` with what the mapping ``kv_cache_config`` of ``LLMEngine`` says.
+
+    Args:
+        config: from the separate arguments.
+        mapping: fields of ``CacheConfig``, and ``enable_paged_attention``: true for the paged
+            allocator, false for the contiguous one.
+
+    Raises:
+        UsageError: an unknown key, a wrong type, or a field that says otherwise than ``config``
+            where that is not at its default.
+    """
+    values = dict(mapping)
+    if "enable_paged_attention" in values:
+        paged = values.pop("enable_paged_attention")
+        _one_of("kv_cache_config.enable_paged_attention", paged, (True, False))
+        values["allocator"] = "paged" if paged else "contiguous"
+    given = from_mapping(CacheConfig, values, "kv_cache_config")
+    for name in values:
+        default = CacheConfig.__dataclass_fields__[name].default
+        if getattr(config, name) not in (default, getattr(given, name)):
+            raise UsageError(
+                f"kv_cache_config.{name}",
+                values[name],
+                f"{getattr(config, name)!r}, as the argument of its own says; give one of them",
+            )
+    return dataclasses.replace(config, **{name: getattr(given, name) for name in values})
 
 
 def resolve_formats(
@@ -271,8 +321,7 @@ def _build(cls: type[C], mapping: Any, prefix: str) -> C:
 def _convert(value: Any, kind: Any, field: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        (inner,) = (arg for arg in args if arg is not type(None))
-        return None if value is None else _convert(value, inner, field)
+        return _convert_union(value, kind, field)
     if origin is typing.Literal:
         return _one_of(field, value, args)
     if origin is tuple and isinstance(value, (list, tuple)):
@@ -288,11 +337,24 @@ def _convert(value: Any, kind: Any, field: str) -> Any:
     raise UsageError(field, value, _describe(kind))
 
 
+def _convert_union(value: Any, kind: Any, field: str) -> Any:
+    alternatives = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+    if value is None and len(alternatives) < len(typing.get_args(kind)):
+        return None
+    if len(alternatives) == 1:  # so that a wrong value inside it is named
+        return _convert(value, alternatives[0], field)
+    for alternative in alternatives:
+        try:
+            return _convert(value, alternative, field)
+        except UsageError:
+            continue
+    raise UsageError(field, value, _describe(kind))
+
+
 def _describe(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        inner = [_describe(arg) for arg in args if arg is not type(None)]
-        return f"{inner[0]}, or null"
+        return ", or ".join("null" if arg is type(None) else _describe(arg) for arg in args)
     if origin is tuple:
         return f"a list, each of it {_describe(args[0])}"
     if origin is typing.Literal:

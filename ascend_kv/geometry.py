@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ascend_kv.architectures import check_servable, layer_windows
 from ascend_kv.errors import UnsupportedModelError, UsageError
 
 Granularity = Literal["layer", "head", "token", "token_head", "channel"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-
-KNOWN_MODEL_TYPES = ("llama", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -177,9 +176,7 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
     Raises:
         UnsupportedModelError: names the field that is missing or at odds, or the model_type.
     """
-    model_type = config.get("model_type")
-    if model_type not in KNOWN_MODEL_TYPES:
-        raise UnsupportedModelError("model_type", model_type, KNOWN_MODEL_TYPES)
+    check_servable(config)
     hidden_size = _count(config, "hidden_size")
     num_heads = _count(config, "num_attention_heads")
     if config.get("head_dim") is not None:
@@ -194,7 +191,7 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
         head_dim = hidden_size // num_heads
     num_layers = _count(config, "num_hidden_layers")
     return ModelGeometry(
-        model_type=model_type,
+        model_type=config["model_type"],
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_count(config, "num_key_value_heads"),
@@ -203,7 +200,7 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
         vocab_size=_count(config, "vocab_size"),
         max_position_tokens=_count(config, "max_position_embeddings"),
         dtype=_dtype(config),
-        layer_windows=_layer_windows(config, num_layers),
+        layer_windows=layer_windows(config, num_layers),
     )
 
 
@@ -225,33 +222,3 @@ def _dtype(config: Mapping[str, Any]) -> str:
     if name not in FORMATS:
         raise UnsupportedModelError("dtype", given, FORMATS)
     return name
-
-
-def _layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Qwen2's sliding windows as transformers reads them; Llama has none."""
-    if config["model_type"] == "llama":
-        return (None,) * num_layers
-    window = None
-    if config.get("use_sliding_window") and config.get("sliding_window", 0) is not None:
-        window = _count(config, "sliding_window")
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        if window is None:
-            return (None,) * num_layers
-        first = config.get("max_window_layers")
-        if not isinstance(first, int):
-            raise UnsupportedModelError(
-                "max_window_layers", first, "the number of the first layer with a window"
-            )
-        layer_types = [
-            "sliding_attention" if layer >= first else "full_attention"
-            for layer in range(num_layers)
-        ]
-    kinds: dict[str, int | None] = {"full_attention": None}
-    if window is not None:
-        kinds["sliding_attention"] = window
-    for kind in layer_types:
-        if kind not in kinds:
-            hint = "" if window else "Windows need use_sliding_window and sliding_window."
-            raise UnsupportedModelError("layer_types", kind, kinds, hint)
-    return tuple(kinds[kind] for kind in layer_types)

@@ -1,10 +1,10 @@
-"""``LLM``: model, cache and engine behind one class with vLLM's argument and result names."""
+"""``LLMEngine`` and ``LLM``: model, cache and engine behind vLLM's argument and result names."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,44 @@ from ascend_kv.config import (
     CacheConfig,
     SchedulerConfig,
     format_bytes,
+    merge_kv_cache_config,
     plan_blocks,
     resolve_block_size,
     resolve_formats,
 )
 from ascend_kv.devices import get_device
+from ascend_kv.engine.async_engine import AsyncEngine
 from ascend_kv.engine.engine import Engine
-from ascend_kv.engine.request import CompletionOutput, RequestOutput, SamplingParams
+from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
+from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.huggingface import HuggingFaceModel
+from ascend_kv.integrations.key_planning import KeyOffsetLayers, PairScaling, condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
+from ascend_kv.integrations.prompts import (
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    apply_chat_template,
+    tokenize,
+)
 from ascend_kv.ops import platform
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any]
 _DEFAULT_KV_BYTES = 1 << 30
+_NPU_MEMORY_UTILIZATION = 0.9
 
 
-class LLM:
-    """A model on a paged, possibly quantized KV cache.
+class LLMEngine:
+    """A model on a paged, possibly quantized KV cache, driven step by step.
 
     Example:
-        >>> llm = LLM("Qwen/Qwen2.5-7B-Instruct", kv_cache_dtype="int8", max_model_len=4096)
-        >>> outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
-        >>> outputs[0].outputs[0].text
+        >>> engine = LLMEngine("Qwen/Qwen2.5-7B-Instruct", kv_cache_config={"block_size": 128})
+        >>> engine.add_request("a", "Hello", SamplingParams(max_tokens=32))
+        >>> while engine.has_unfinished_requests():
+        ...     for output in engine.step():
+        ...         print(output.outputs[0].text)
     """
 
     def __init__(
@@ -52,10 +65,14 @@ class LLM:
         granularity: str = "token_head",
         symmetric: bool = True,
         kv_cache_dtype_skip_layers: Sequence[int] = (),
+        pair_scaling: PairScaling = "auto",
+        key_offset_layers: KeyOffsetLayers = "auto",
         max_model_len: int | None = None,
         kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         block_size: int | None = None,
         kv_allocator: str = "paged",
+        kv_cache_config: Mapping[str, Any] | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         enable_chunked_prefill: bool = True,
@@ -73,46 +90,61 @@ class LLM:
             granularity: what shares an INT8 scale in the cache: token_head or token.
             symmetric: INT8 without zero points.
             kv_cache_dtype_skip_layers: layers kept in the model's type.
+            pair_scaling: scale key channels to like size, in the weights; auto: where keys are
+                quantized, True: everywhere, False: nowhere.
+            key_offset_layers: layers whose keys are stored without the model's key bias: auto,
+                all, none, or a list. ``conditioning`` says what was done and why.
             max_model_len: longest prompt and output together, in tokens; None: the model's.
-            kv_cache_memory_bytes: bytes for keys, values and scales; None: on an NPU 90 % of
-                the free memory, on a CPU 1 GiB or one longest sequence (said in the log).
+            kv_cache_memory_bytes: bytes for keys, values and scales.
+            gpu_memory_utilization: where no bytes are given: on an NPU the share of its memory
+                that weights and cache may take together (0.9), on a CPU the share of the memory
+                still available after the weights; None there: 1 GiB or one longest sequence.
+                What came of it is said in the log.
             block_size: tokens a block; None: the device's default.
             kv_allocator: paged, or contiguous (max_model_len reserved for every sequence).
+            kv_cache_config: any of the above about the cache in one mapping, with
+                ``enable_paged_attention`` for ``kv_allocator``.
             max_num_seqs: most sequences at once.
             max_num_batched_tokens: most tokens a step.
             enable_chunked_prefill: cut long prompts into chunks that fit a step.
             skip_tokenizer_init: take and give token ids only.
             seed: for requests without a seed of their own.
             device: auto, cpu or npu.
-            weights: what ``load_model`` returned, to share weights between several ``LLM``.
+            weights: what ``load_model`` returned, to share weights between several engines.
 
         Raises:
             UsageError: a value that is not legal, among them a budget too small for one sequence.
             UnsupportedModelError: a model that cannot be served.
         """
+        cache_config = merge_kv_cache_config(
+            CacheConfig(
+                kv_cache_dtype=kv_cache_dtype,
+                granularity=granularity,
+                symmetric=symmetric,
+                kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
+                block_size=block_size,
+                allocator=kv_allocator,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                pair_scaling=pair_scaling,
+                key_offset_layers=key_offset_layers
+                if isinstance(key_offset_layers, str)
+                else tuple(key_offset_layers),
+            ),
+            kv_cache_config or {},
+        )
         self.device = platform.find_device() if device == "auto" else device
         platform.check_device(self.device)
         self.weights = load_model(model, dtype, self.device) if weights is None else weights
         self.geometry = self.weights.geometry
-        cache_config = CacheConfig(
-            kv_cache_dtype=kv_cache_dtype,
-            granularity=granularity,
-            symmetric=symmetric,
-            kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
-            block_size=block_size,
-            allocator=kv_allocator,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-        )
         self.formats = resolve_formats(self.geometry, cache_config, self.weights.dtype)
-        self.max_model_len = self._max_model_len(max_model_len)
+        self.max_model_len = _max_model_len(max_model_len, self.geometry.max_position_tokens)
         device_figures = get_device(platform.device_name(self.device))
         self.block_size = resolve_block_size(cache_config, device_figures, self.formats)
+        memory_bytes = cache_config.kv_cache_memory_bytes
+        if memory_bytes is None:
+            memory_bytes = self._share_of_memory(gpu_memory_utilization)
         num_blocks = plan_blocks(
-            self.geometry,
-            self.formats,
-            self.block_size,
-            self._memory_bytes(kv_cache_memory_bytes),
-            self.max_model_len,
+            self.geometry, self.formats, self.block_size, memory_bytes, self.max_model_len
         )
         scheduler = SchedulerConfig(
             max_model_len=self.max_model_len,
@@ -121,11 +153,17 @@ class LLM:
             enable_chunked_prefill=enable_chunked_prefill,
         )
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(self.weights.path)
-        self.tables = make_tables(kv_allocator, num_blocks, self.block_size, self.max_model_len)
+        self.tables = make_tables(
+            cache_config.allocator, num_blocks, self.block_size, self.max_model_len
+        )
         self.cache = PagedKVCache(
             self.geometry, self.formats, self.tables.num_blocks, self.block_size, self.device
         )
-        self.model = HuggingFaceModel(self.weights, self.cache)
+        keys = condition_keys(
+            self.weights, self.formats, cache_config.pair_scaling, cache_config.key_offset_layers
+        )
+        self.conditioning = keys.conditioning
+        self.model = HuggingFaceModel(self.weights, self.cache, keys, self.max_model_len)
         self.engine = Engine(
             self.model,
             self.tables,
@@ -133,8 +171,78 @@ class LLM:
             eos_token_ids(self.weights.hf_model),
             self.geometry.vocab_size,
             seed,
+            self.tokenizer,
         )
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: any text that no unfinished request has.
+            prompt: text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+            params: how to choose tokens; None: ``SamplingParams()``.
+
+        Raises:
+            UsageError: a prompt that cannot be served; nothing has changed then.
+        """
+        text, token_ids = tokenize(self.tokenizer, prompt)
+        self.engine.add_request(request_id, token_ids, params or SamplingParams(), text)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request; returns what it has so far, None for an unknown or finished id."""
+        return self.engine.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything left to do."""
+        return self.engine.has_unfinished_requests()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch; returns every request that got a token, finished ones among them."""
+        return self.engine.step()
+
+    def _share_of_memory(self, utilization: float | None) -> int:
+        if utilization is not None and not 0 < utilization <= 1:
+            raise UsageError("gpu_memory_utilization", utilization, "above 0 and up to 1")
+        free = platform.free_memory_bytes(self.device)
+        if self.device == "npu":
+            total = platform.total_memory_bytes(self.device)
+            share = int((utilization or _NPU_MEMORY_UTILIZATION) * total) - (total - free)
+        elif utilization is not None:
+            share = int(utilization * free)
+        else:
+            blocks = -(-self.max_model_len // self.block_size)
+            longest = blocks * self.geometry.block_bytes(self.formats, self.block_size)
+            share = max(_DEFAULT_KV_BYTES, longest)
+        if share <= 0:
+            raise UsageError(
+                "gpu_memory_utilization",
+                utilization or _NPU_MEMORY_UTILIZATION,
+                f"a larger share: weights and others take {format_bytes(total - free)} of "
+                f"{format_bytes(total)} and leave nothing for the cache",
+            )
+        logger.info(
+            "KV cache: %s of the %s available after the weights",
+            format_bytes(share),
+            format_bytes(free),
+        )
+        return share
+
+
+class LLM(LLMEngine):
+    """A model on a paged, possibly quantized KV cache. Arguments are ``LLMEngine``'s.
+
+    Example:
+        >>> llm = LLM("Qwen/Qwen2.5-7B-Instruct", kv_cache_dtype="int8", max_model_len=4096)
+        >>> outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
+        >>> outputs[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        super().__init__(model, **options)
         self._request_ids = itertools.count()
+        self._async_engine: AsyncEngine | None = None
 
     def generate(
         self,
@@ -157,80 +265,124 @@ class LLM:
             UsageError: arguments of the wrong kind; nothing has been generated then.
         """
         items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(items)
-        else:
-            params = list(sampling_params)
-        if len(params) != len(items):
-            raise UsageError("sampling_params", f"{len(params)} of them", f"1 or {len(items)}")
-        texts_and_ids = [self._tokenize(item) for item in items]
-        ids = [str(next(self._request_ids)) for _ in items]
-        results: dict[str, RequestOutput] = {}
-        for request_id, (text, token_ids), one in zip(ids, texts_and_ids, params, strict=True):
-            try:
-                self.engine.add_request(request_id, token_ids, one, text)
-            except UsageError as error:
-                logger.warning("request %s refused: %s", request_id, error)
-                results[request_id] = _refused(request_id, text, token_ids, error)
+        return self._run(
+            [tokenize(self.tokenizer, item) for item in items], sampling_params, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered with the model's own template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
+            sampling_params, use_tqdm: as ``generate``.
+
+        Raises:
+            UsageError: as ``generate``; also a model without a chat template.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [apply_chat_template(self.tokenizer, one) for one in conversations]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they grow: every request once for each step that gave it a token.
+
+        ``request_id`` ends in the number of the prompt; texts and tokens are all there is so
+        far, not only what is new. Leaving the iteration early aborts what is unfinished.
+
+        Raises:
+            UsageError: as ``generate``.
+        """
+        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        tokenized = [tokenize(self.tokenizer, item) for item in items]
+        for _, output in self._stream(tokenized, _one_each(sampling_params, len(items))):
+            yield output
+
+    async def generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one prompt as they grow, for asyncio; concurrent calls share batches.
+
+        Leaving the iteration early, or cancelling the task, aborts the request.
+
+        Raises:
+            UsageError: a prompt that cannot be served.
+        """
+        text, token_ids = tokenize(self.tokenizer, prompt)
+        if self._async_engine is None:
+            self._async_engine = AsyncEngine(self.engine)
+        stream = self._async_engine.generate(
+            f"async-{next(self._request_ids)}", token_ids, sampling_params or SamplingParams(), text
+        )
+        async for output in stream:
+            yield output
+
+    def _run(
+        self,
+        prompts: list[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(prompts))
+        results: dict[int, RequestOutput] = {}
+        with tqdm(total=len(prompts), unit="request", disable=not use_tqdm) as bar:
+            for index, output in self._stream(prompts, params):
+                if output.finished:
+                    results[index] = output
+                    bar.update()
+        return [results[index] for index in range(len(prompts))]
+
+    def _stream(
+        self, prompts: list[TokenizedPrompt], params: list[SamplingParams]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Outputs with the numbers of their prompts; refused prompts come first."""
+        numbers: dict[str, int] = {}
+        call = next(self._request_ids)
         try:
-            with tqdm(
-                total=len(ids), initial=len(results), unit="request", disable=not use_tqdm
-            ) as bar:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
-                        if output.finished:
-                            results[output.request_id] = output
-                            bar.update()
+            for number, ((text, token_ids), one) in enumerate(zip(prompts, params, strict=True)):
+                request_id = f"{call}-{number}"
+                try:
+                    self.engine.add_request(request_id, token_ids, one, text)
+                    numbers[request_id] = number
+                except UsageError as error:
+                    logger.warning("prompt %d refused: %s", number, error)
+                    completion = CompletionOutput(0, "", [], "error")
+                    yield (
+                        number,
+                        RequestOutput(request_id, text, token_ids, [completion], True, str(error)),
+                    )
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.request_id in numbers:
+                        yield numbers[output.request_id], output
         finally:
-            for request_id in ids:  # after an interruption the engine must be usable again
+            for request_id in numbers:  # after an interruption the engine must be usable again
                 self.engine.abort_request(request_id)
-        for output in results.values():
-            self._detokenize(output)
-        return [results[request_id] for request_id in ids]
-
-    def _tokenize(self, item: Prompt) -> tuple[str | None, list[int]]:
-        legal = 'text, {"prompt": text} or {"prompt_token_ids": [integers]}'
-        if isinstance(item, Mapping) and "prompt_token_ids" in item:
-            token_ids = list(item["prompt_token_ids"])
-            if not all(isinstance(token, int) for token in token_ids):
-                raise UsageError("prompt_token_ids", token_ids, "integers")
-            return item.get("prompt"), token_ids
-        text = item.get("prompt") if isinstance(item, Mapping) else item
-        if not isinstance(text, str):
-            raise UsageError("prompt", item, legal)
-        if self.tokenizer is None:
-            raise UsageError("prompt", text, "prompt_token_ids when skip_tokenizer_init=True")
-        return text, list(self.tokenizer(text)["input_ids"])
-
-    def _detokenize(self, output: RequestOutput) -> None:
-        if self.tokenizer is None:
-            return
-        for completion in output.outputs:
-            completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-
-    def _max_model_len(self, given: int | None) -> int:
-        longest = self.geometry.max_position_tokens
-        if given is None:
-            return longest
-        if not 2 <= given <= longest:
-            raise UsageError("max_model_len", given, f"2 to {longest} (the model's positions)")
-        return given
-
-    def _memory_bytes(self, given: int | None) -> int:
-        if given is not None:
-            return given
-        if self.device == "npu":
-            share = int(0.9 * platform.free_memory_bytes(self.device))
-        else:
-            blocks = -(-self.max_model_len // self.block_size)
-            longest = blocks * self.geometry.block_bytes(self.formats, self.block_size)
-            share = max(_DEFAULT_KV_BYTES, longest)
-        logger.info("kv_cache_memory_bytes not given: using %s", format_bytes(share))
-        return share
 
 
-def _refused(
-    request_id: str, prompt: str | None, token_ids: list[int], error: UsageError
-) -> RequestOutput:
-    completion = CompletionOutput(0, "", [], "error")
-    return RequestOutput(request_id, prompt, token_ids, [completion], True, str(error))
+def _one_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    params = list(sampling_params)
+    if len(params) != count:
+        raise UsageError("sampling_params", f"{len(params)} of them", f"1 or {count}")
+    return params
+
+
+def _max_model_len(given: int | None, longest: int) -> int:
+    if given is None:
+        return longest
+    if not 2 <= given <= longest:
+        raise UsageError("max_model_len", given, f"2 to {longest} (the model's positions)")
+    return given

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv.errors import UnsupportedModelError, UsageError
-from ascend_kv.geometry import KNOWN_MODEL_TYPES, ModelGeometry, geometry_from_config
+from ascend_kv.geometry import ModelGeometry, geometry_from_config
 from ascend_kv.gguf_header import GGUFHeader, read_gguf_header
 
 _LEGAL_MODELS = "a directory with config.json, a .gguf file, or a Hugging Face id"
 _SNAPSHOT_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _INDEX = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""GGUF's names that are Hugging Face's model types too; the header says all that is needed."""
+
 _KEY_PROJECTION = re.compile(r"(?:layers|blk)\.(\d+)\.(?:self_attn\.k_proj|attn_k)\.weight$")
 
 
@@ -152,8 +155,8 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs".
     """
     architecture = header.values.get("general.architecture")
-    if architecture not in KNOWN_MODEL_TYPES:
-        raise UnsupportedModelError("general.architecture", architecture, KNOWN_MODEL_TYPES)
+    if architecture not in _GGUF_ARCHITECTURES:
+        raise UnsupportedModelError("general.architecture", architecture, _GGUF_ARCHITECTURES)
 
     def number(key: str) -> int:
         value = header.values.get(f"{architecture}.{key}")

@@ -18,7 +18,8 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("geometry", "devices", "registry", "metrics", "gguf_header"),
+    ("architectures", "gguf_header"),
+    ("geometry", "devices", "registry", "metrics"),
     ("model_files",),
     ("config",),
     ("formats",),
@@ -38,6 +39,9 @@ NO_TORCH = (
     "cache.blocks",
     "cache.tables",
     "cache.stats",
+    "engine.detokenizer",
+    "engine.outputs",
+    "engine.params",
     "engine.request",
     "engine.batch",
     "engine.scheduler",

@@ -6,6 +6,7 @@ the block tables, so a wrong slot, table, length or order changes what is genera
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -15,7 +16,8 @@ from ascend_kv.cache.tables import ContiguousTables, PagedTables, SequenceTables
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.engine import Engine
-from ascend_kv.engine.request import RequestOutput, SamplingParams
+from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
+from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 
 VOCAB = 101
@@ -54,15 +56,19 @@ class SlotModel:
             batch.block_tables, batch.query_lengths, batch.kv_lengths, strict=True
         ):
             assert batch.positions[row : row + queries] == list(range(length - queries, length))
-            row += queries
-            if row - 1 in batch.logits_indices:
-                size = self.block_size
-                seen = [self.slots[table[i // size] * size + i % size] for i in range(length)]
-                logits.append(torch.nn.functional.one_hot(torch.tensor(next_token(seen)), VOCAB))
-                if self.poisoned_tokens & set(seen):
-                    logits[-1] = torch.full((VOCAB,), float("nan"))
+            size = self.block_size
+            seen = [self.slots[table[i // size] * size + i % size] for i in range(length)]
+            for position in range(length - queries, length):
+                if row in batch.logits_indices:
+                    logits.append(self.logits(seen[: position + 1]))
+                row += 1
         assert len(logits) == len(batch.logits_indices)
-        return torch.stack([item.float() for item in logits]) if logits else torch.empty(0, VOCAB)
+        return torch.stack(logits) if logits else torch.empty(0, VOCAB)
+
+    def logits(self, seen: list[int]) -> torch.Tensor:
+        if self.poisoned_tokens & set(seen):
+            return torch.full((VOCAB,), float("nan"))
+        return torch.nn.functional.one_hot(torch.tensor(next_token(seen)), VOCAB).float()
 
 
 def make_engine(
@@ -212,6 +218,119 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(prompt: list[int], message
     assert outputs["good"].outputs[0].token_ids == expected([1, 2], 3)
 
 
+class Letters:
+    """A tokenizer whose token t is the letter chr(97 + t % 26)."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+def lettered(**limits: int) -> tuple[Engine, SlotModel]:
+    tables = PagedTables(limits.pop("num_blocks", 64), 4)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=8)
+    model = SlotModel(tables)
+    return Engine(model, tables, config, tokenizer=Letters()), model
+
+
+def test_stop_strings_end_across_tokens() -> None:
+    prompt, letters = [3, 1, 4], Letters()
+    tokens = expected(prompt, 12)
+    text = letters.decode(tokens)
+    stop = text[4:7]
+    at = text.index(stop)
+    for include, kept in ((False, text[:at]), (True, text[: at + 3])):
+        engine, _ = lettered()
+        params = greedy(12, stop=["?", stop], include_stop_str_in_output=include)
+        engine.add_request("x", prompt, params)
+        seen: list[str] = []
+        while engine.has_unfinished_requests():
+            seen += [output.outputs[0].text for output in engine.step()]
+        assert seen[-1] == kept
+        # What is shown before the end never has to be taken back.
+        assert all(kept.startswith(earlier) for earlier in seen)
+    completion = run_one(lettered()[0], prompt, greedy(12, stop=stop))
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == tokens[: at + 3]
+    completion = run_one(lettered()[0], prompt, greedy(12, stop=stop, min_tokens=10))
+    assert len(completion.token_ids) >= 10
+
+
+def run_one(engine: Engine, prompt: list[int], params: SamplingParams) -> CompletionOutput:
+    engine.add_request("x", prompt, params)
+    return run(engine)["x"].outputs[0]
+
+
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    with pytest.raises(UsageError, match="stop_token_ids"):
+        engine.add_request("x", [1], greedy(3, stop="a"))
+
+
+def test_min_tokens_puts_the_end_off() -> None:
+    prompt = [3, 1, 4]
+    tokens = expected(prompt, 9)
+    engine, _ = make_engine(PagedTables(64, 4), eos=(tokens[0],))
+    completion = run_one(engine, prompt, greedy(9, min_tokens=1))
+    assert completion.token_ids[0] != tokens[0]
+
+
+def test_n_continuations_come_as_one_output() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    params = SamplingParams(n=3, temperature=1e-5, seed=1, max_tokens=5)
+    engine.add_request("x", [1, 2], params)
+    outputs = run(engine)
+    assert set(outputs) == {"x"}
+    assert [completion.index for completion in outputs["x"].outputs] == [0, 1, 2]
+    for completion in outputs["x"].outputs:
+        assert completion.token_ids == expected([1, 2], 5)
+
+
+def test_n_continuations_draw_from_streams_of_their_own() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    engine.add_request("x", [1, 2], SamplingParams(n=2, temperature=50.0, seed=1, max_tokens=6))
+    first, second = run(engine)["x"].outputs
+    assert first.token_ids != second.token_ids
+
+
+@pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempted"])
+def test_logprobs_of_prompt_and_output(num_blocks: int) -> None:
+    engine, _ = lettered(num_blocks=num_blocks)
+    prompt = list(range(20))
+    asked = greedy(9, logprobs=1, prompt_logprobs=2)
+    for name in ("x", "y"):
+        engine.add_request(name, prompt, asked)
+    outputs = run(engine)
+    assert (engine.stats.preemptions > 0) == (num_blocks == 11)
+    for output in outputs.values():
+        completion = output.outputs[0]
+        assert completion.token_ids == expected(prompt, 9)
+        assert completion.logprobs is not None and output.prompt_logprobs is not None
+        assert [list(place) for place in completion.logprobs] == [[t] for t in completion.token_ids]
+        # The stand-in's logits are 1 for its token and 0 elsewhere.
+        likely, unlikely = (1 - math.log(math.e + VOCAB - 1), -math.log(math.e + VOCAB - 1))
+        assert all(
+            entry.logprob == pytest.approx(likely) and entry.rank == 1
+            for place in completion.logprobs
+            for entry in place.values()
+        )
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for position, place in enumerate(output.prompt_logprobs[1:], start=1):
+            assert place is not None
+            best = next_token(prompt[:position])
+            assert place[best].logprob == pytest.approx(likely)
+            assert place[best].decoded_token == chr(97 + best % 26)
+            if prompt[position] != best:
+                assert place[prompt[position]].logprob == pytest.approx(unlikely)
+
+
+def test_without_being_asked_there_are_no_logprobs() -> None:
+    engine, _ = lettered()
+    engine.add_request("x", [1, 2], greedy(3))
+    output = run(engine)["x"]
+    assert output.prompt_logprobs is None and output.outputs[0].logprobs is None
+
+
 def test_an_id_in_use_is_refused() -> None:
     engine, _ = make_engine(PagedTables(64, 4))
     engine.add_request("x", [1], greedy(3))
@@ -225,8 +344,13 @@ def test_abort_frees_running_and_waiting_requests() -> None:
     for name in ("running", "waiting", "kept"):
         engine.add_request(name, [1, 2, 3], greedy(5))
     engine.step()
-    for name in ("running", "waiting", "unknown"):
-        engine.abort_request(name)
+    aborted = [engine.abort_request(name) for name in ("running", "waiting", "unknown")]
+    assert [output and output.outputs[0].finish_reason for output in aborted] == [
+        "abort",
+        "abort",
+        None,
+    ]
+    assert aborted[0] is not None and aborted[0].outputs[0].token_ids == expected([1, 2, 3], 1)
     outputs = run(engine)
     assert set(outputs) == {"kept"}
     assert outputs["kept"].outputs[0].token_ids == expected([1, 2, 3], 5)

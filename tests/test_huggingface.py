@@ -15,7 +15,7 @@ from tiny_models import make_model
 
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
-from ascend_kv.engine.request import SamplingParams
+from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
 from ascend_kv.geometry import format_spec
 from ascend_kv.integrations.attention import STEP_KEYWORD, probe_attention
@@ -48,6 +48,52 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 9,
         "max_window_layers": 1,
+    },
+}
+MODELS |= {
+    "llama-linear-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-partly-windows": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mistral-window": {"model_type": "mistral", "sliding_window": 12},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 12},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 10,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
     },
 }
 
@@ -180,7 +226,7 @@ def test_loading_says_what_it_loaded(checkpoint: Path) -> None:
     weights = load_model(checkpoint, dtype="bfloat16")
     assert weights.dtype == "bfloat16"
     assert next(weights.hf_model.parameters()).dtype == torch.bfloat16
-    assert weights.geometry.num_layers == 3
+    assert weights.geometry.num_layers == weights.hf_model.config.num_hidden_layers
 
 
 def test_the_loaded_model_refuses_a_plain_forward(llama: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tiny_models import make_model
 
 from ascend_kv.engine.engine import Engine
-from ascend_kv.engine.request import SamplingParams
+from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.llm import LLM

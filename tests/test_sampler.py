@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_kv.engine.request import Request, SamplingParams
+from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.request import Request
 from ascend_kv.engine.sampler import Sampler, _invert
 from ascend_kv.errors import UsageError
 
@@ -18,16 +19,20 @@ def request(name: str = "r", **params: object) -> Request:
     return Request(name, [1], SamplingParams(**params))  # type: ignore[arg-type]
 
 
+def tokens(sampler: Sampler, logits: torch.Tensor, requests: list[Request]) -> list[int | None]:
+    return [sampled.token for sampled in sampler.sample(logits, requests)]
+
+
 def draw_many(logits: torch.Tensor, count: int, **params: object) -> torch.Tensor:
     """Empirical distribution of ``count`` draws of one request."""
     sampler, one = Sampler(), request(seed=5, **params)
-    drawn = torch.tensor([sampler.sample(logits[None], [one])[0] for _ in range(count)])
+    drawn = torch.tensor([sampler.sample(logits[None], [one])[0].token for _ in range(count)])
     return torch.bincount(drawn, minlength=logits.numel()) / count
 
 
 def test_greedy_takes_the_first_of_the_best() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, -1.0, 0.5]])
-    assert Sampler().sample(logits, [request(temperature=0)] * 2) == [1, 0]
+    assert tokens(Sampler(), logits, [request(temperature=0)] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -67,23 +72,23 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 50, generator=generator)
 
-    def tokens(company: int) -> list[int | None]:
+    def mine(company: int) -> list[int | None]:
         sampler = Sampler(seed=company)
         requests = [request(str(i)) for i in range(company)] + [request("mine", seed=11)]
         rows = [torch.cat([logits.flip(0)[:company], logits[step][None]]) for step in range(20)]
-        return [sampler.sample(row, requests)[-1] for row in rows]
+        return [tokens(sampler, row, requests)[-1] for row in rows]
 
-    assert tokens(0) == tokens(3) == tokens(7)
-    assert len(set(tokens(0))) > 5
+    assert mine(0) == mine(3) == mine(7)
+    assert len(set(mine(0))) > 5
 
 
 def test_requests_without_a_seed_differ_but_the_run_repeats() -> None:
     logits = torch.zeros(2, 1000)
     names = [request("a"), request("b")]
     first, again = Sampler(3), Sampler(3)
-    tokens = [first.sample(logits, names) for _ in range(5)]
-    assert tokens == [again.sample(logits, names) for _ in range(5)]
-    assert [a for a, _ in tokens] != [b for _, b in tokens]
+    drawn = [tokens(first, logits, names) for _ in range(5)]
+    assert drawn == [tokens(again, logits, names) for _ in range(5)]
+    assert [a for a, _ in drawn] != [b for _, b in drawn]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -91,13 +96,100 @@ def test_requests_without_a_seed_differ_but_the_run_repeats() -> None:
 def test_a_row_that_is_not_finite_gives_no_token(bad: float, params: dict[str, float]) -> None:
     logits = torch.zeros(2, 8)
     logits[0, 3] = bad
-    tokens = Sampler().sample(logits, [request("a", **params), request("b", **params)])
-    assert tokens[0] is None and tokens[1] is not None
+    first, second = tokens(Sampler(), logits, [request("a", **params), request("b", **params)])
+    assert first is None and second is not None
+
+
+def kept_tokens(logits: torch.Tensor, **params: object) -> set[int]:
+    """Tokens that a request with these parameters can draw."""
+    got = draw_many(logits, 600, **params)
+    return set(torch.nonzero(got).flatten().tolist())
+
+
+def test_top_k_and_min_p_limit_what_is_drawn() -> None:
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.12, 0.08]))
+    assert kept_tokens(logits) == {0, 1, 2, 3, 4}
+    assert kept_tokens(logits, top_k=-1) == {0, 1, 2, 3, 4}
+    assert kept_tokens(logits, top_k=2) == {1, 2}
+    assert kept_tokens(logits, top_k=99) == {0, 1, 2, 3, 4}
+    assert kept_tokens(logits, min_p=0.26) == {1, 2, 3}
+    assert kept_tokens(logits, min_p=0.5, top_k=3) == {1, 2}
+    # top_p counts within what top_k left: 0.4 / 0.7 of it reaches 0.5.
+    assert kept_tokens(logits, top_k=2, top_p=0.5) == {1}
+    assert kept_tokens(logits, top_p=0.5) == {1, 2}
+    got = draw_many(logits, 2000, top_k=2)
+    assert got[1] == pytest.approx(0.4 / 0.7, abs=0.06)
+
+
+def test_top_k_breaks_ties_towards_the_lowest_token() -> None:
+    assert kept_tokens(torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0]), top_k=2) == {1, 2}
+
+
+def after(prompt: list[int], output: list[int], **params: object) -> Request:
+    one = Request("r", prompt, SamplingParams(temperature=0, **params), frozenset([0]))  # type: ignore[arg-type]
+    for token in output:
+        one.append(token, 1000)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        # logits [-1, 2, 1.5, 1.8, 0] after prompt [1] and output [3, 3]
+        ({}, 1),
+        ({"repetition_penalty": 1.5}, 2),
+        ({"presence_penalty": 2.0}, 1),
+        ({"frequency_penalty": -0.2}, 3),
+        ({"presence_penalty": -0.3}, 3),
+    ],
+)
+def test_penalties(params: dict[str, float], expected: int) -> None:
+    logits = torch.tensor([[-1.0, 2.0, 1.5, 1.8, 0.0]])
+    assert tokens(Sampler(), logits, [after([1], [3, 3], **params)]) == [expected]
+    assert logits.tolist() == [[-1.0, 2.0, 1.5, pytest.approx(1.8), 0.0]]  # left as it was
+
+
+def test_repetition_penalty_multiplies_negative_logits() -> None:
+    logits = torch.tensor([[-1.0, -1.1, -3.0]])
+    assert tokens(Sampler(), logits, [after([0], [], repetition_penalty=1.2)]) == [1]
+
+
+def test_min_tokens_forbids_every_stop_token_until_then() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+    for output, expected in (([], 2), ([2], 2), ([2, 2], 0)):
+        one = after([1], output, min_tokens=2, stop_token_ids=[1])
+        assert tokens(Sampler(), logits, [one]) == [expected]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+def test_logprobs_are_the_models_own(count: int) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    want = torch.log_softmax(logits.double(), -1)[0]
+    order = want.argsort(descending=True).tolist()
+    one = request(logprobs=count, seed=2, temperature=3.0, top_k=20)
+    sampled = Sampler().sample(logits, [one])[0]
+    assert sampled.logprobs is not None and sampled.token is not None
+    assert set(sampled.logprobs) == {sampled.token, *order[:count]}
+    for token, entry in sampled.logprobs.items():
+        assert entry.logprob == pytest.approx(float(want[token]), abs=1e-6)
+        assert entry.rank == order.index(token) + 1
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("n", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", float("nan")),
+        ("logprobs", -1),
+        ("prompt_logprobs", True),
+        ("stop", ["a", ""]),
         ("max_tokens", 0),
         ("max_tokens", 1.5),
         ("temperature", -1),

@@ -23,6 +23,11 @@ _SHAPE: dict[str, Any] = {
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 
 
@@ -36,5 +41,9 @@ def make_model(directory: Path, model_type: str = "llama", seed: int = 0, **chan
             if "proj" in name or "embed" in name or "lm_head" in name:
                 # The usual 0.02 leaves attention nearly uniform: errors in it would not show.
                 parameter.normal_(0, 0.15)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "q_norm" in name or "k_norm" in name:
+                parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     return directory

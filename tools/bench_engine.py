@@ -24,7 +24,7 @@ from ascend_kv.cache.tables import PagedTables
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.engine import Engine
-from ascend_kv.engine.request import SamplingParams
+from ascend_kv.engine.params import SamplingParams
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 5

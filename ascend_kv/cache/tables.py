@@ -62,6 +62,10 @@ class SequenceTables(ABC):
         """Blocks of ``sequence`` in token order; the caller must not change the list."""
         return self._tables[sequence]
 
+    def holds(self, sequence: str) -> bool:
+        """Whether ``sequence`` has blocks."""
+        return sequence in self._tables
+
     def release(self, sequence: str) -> None:
         """Give back all blocks of ``sequence``."""
         for block in reversed(self._tables.pop(sequence)):

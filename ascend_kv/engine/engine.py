@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ascend_kv.cache.tables import SequenceTables
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.batch import Batch, Model
-from ascend_kv.engine.request import Request, RequestOutput, SamplingParams, Status
-from ascend_kv.engine.sampler import Sampler
+from ascend_kv.engine.outputs import RequestOutput
+from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.request import Request, Status
+from ascend_kv.engine.sampler import Sampler, token_logprobs
 from ascend_kv.engine.scheduler import Scheduler, Work
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import UsageError
+
+
+@dataclass
+class _Group:
+    """The n continuations of one prompt, as the user knows them."""
+
+    request_id: str
+    prompt: str | None
+    requests: list[Request]
+
+    @property
+    def finished(self) -> bool:
+        return all(request.status is Status.FINISHED for request in self.requests)
+
+    def output(self) -> RequestOutput:
+        first = self.requests[0]
+        asked = first.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[request.completion() for request in self.requests],
+            finished=self.finished,
+            error=next((r.error for r in self.requests if r.error is not None), None),
+            prompt_logprobs=list(first.prompt_logprobs) if asked else None,
+        )
 
 
 class Engine:
@@ -31,6 +61,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         seed: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         """Join a model with the tables of its cache.
 
@@ -41,6 +72,8 @@ class Engine:
             eos_token_ids: tokens that end a sequence unless a request ignores them.
             vocab_size: prompts with a token at or above it are refused; None checks nothing.
             seed: for requests that bring no seed of their own.
+            tokenizer: has ``decode(ids, skip_special_tokens=)``; without one no text is made
+                and stop strings are refused.
         """
         self.model = model
         self.scheduler = Scheduler(config, tables)
@@ -49,7 +82,9 @@ class Engine:
         self._sampler = Sampler(seed)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._requests: dict[str, Request] = {}
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}  # by the id of each continuation
 
     def add_request(
         self,
@@ -61,31 +96,54 @@ class Engine:
         """Queue a request.
 
         Raises:
-            UsageError: the id is in use, the prompt is empty or too long, or a token is not in
-                the vocabulary; nothing has changed then.
+            UsageError: the id is in use, the prompt is empty or too long, a token is not in the
+                vocabulary, or a stop string without a tokenizer; nothing has changed then.
         """
-        if request_id in self._requests:
+        if request_id in self._groups:
             raise UsageError("request_id", request_id, "an id that no unfinished request has")
-        if self._vocab_size is not None:
-            for token in prompt_token_ids:
-                if not 0 <= token < self._vocab_size:
-                    raise UsageError(
-                        "prompt_token_ids", token, f"0 to {self._vocab_size - 1} (the vocabulary)"
-                    )
-        request = Request(request_id, list(prompt_token_ids), params, self._eos_token_ids, prompt)
-        self.scheduler.add(request)
-        self._requests[request_id] = request
+        if params.stop_strings and self._tokenizer is None:
+            legal = "stop_token_ids where there is no tokenizer (skip_tokenizer_init)"
+            raise UsageError("stop", params.stop, legal)
+        self._check_tokens("prompt_token_ids", prompt_token_ids)
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        # Prompt log probabilities are the same for every continuation: the first computes them.
+        without = replace(params, prompt_logprobs=None)
+        requests = [
+            Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                list(prompt_token_ids),
+                params if index == 0 else without,
+                self._eos_token_ids,
+                index,
+                self._tokenizer,
+            )
+            for index in range(params.n)
+        ]
+        self.scheduler.check(requests[0])
+        group = self._groups[request_id] = _Group(request_id, prompt, requests)
+        for request in requests:
+            self.scheduler.add(request)
+            self._group_of[request.request_id] = group
 
-    def abort_request(self, request_id: str) -> None:
-        """Forget an unfinished request and free its blocks; unknown and finished ids are fine."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.abort(request)
-            self._sampler.forget(request)
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End an unfinished request and free its blocks.
+
+        Returns:
+            What it has so far, finish_reason "abort"; None for an unknown or finished id.
+        """
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return None
+        for request in group.requests:
+            if request.status is not Status.FINISHED:
+                self.scheduler.remove(request)
+                self._forget(request)
+                request.abort()
+        return group.output()
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do."""
-        return bool(self._requests)
+        return bool(self._groups)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -95,30 +153,30 @@ class Engine:
             Every request that got a new token in this step, finished ones among them.
         """
         started = time.perf_counter()
-        cached = {id(r): r.num_computed for r in self.scheduler.running}
+        cached = {id(request): request.num_computed for request in self.scheduler.running}
         schedule = self.scheduler.schedule()
         if not schedule.work:
-            assert not self._requests, "requests are left, but none could be scheduled"
+            assert not self._groups, "requests are left, but none could be scheduled"
             return []
         batch = self._batch(schedule.work)
         cache = self._tables.stats()
         model_started = time.perf_counter()
         logits = self.model.forward(batch)
-        model_stopped = time.perf_counter()
-        outputs = self._advance(schedule.work, logits)
-        prefill_tokens = sum(w.num_tokens for w in schedule.work if w.num_tokens > 1)
+        model_seconds = time.perf_counter() - model_started
+        sampled = self._advance(schedule.work, logits)
+        outputs = self._collect(sampled)
         self.stats.record(
             StepRecord(
                 num_decodes=batch.num_decodes,
-                prefill_tokens=prefill_tokens,
+                prefill_tokens=sum(w.num_tokens for w in schedule.work if w.num_tokens > 1),
                 running=cache.num_sequences,
                 waiting=len(self.scheduler.waiting),
                 preempted=len(schedule.preempted),
-                model_seconds=model_stopped - model_started,
+                model_seconds=model_seconds,
                 step_seconds=time.perf_counter() - started,
                 cache=cache,
             ),
-            generated=sum(output.error is None for output in outputs),
+            generated=sum(request.error is None for request in sampled),
             recomputed=sum(cached[id(request)] for request in schedule.preempted),
         )
         return outputs
@@ -130,11 +188,11 @@ class Engine:
         logits_indices: list[int] = []
         for item in work:
             request, start, stop = item
+            first = len(token_ids)
             token_ids += request.token_ids[start:stop]
             positions += range(start, stop)
             slot_mapping += self._tables.write(request.request_id, start, stop)
-            if item.samples:
-                logits_indices.append(len(token_ids) - 1)
+            logits_indices += [first + row for row in _wanted_rows(item)]
         return Batch(
             token_ids=token_ids,
             positions=positions,
@@ -145,21 +203,85 @@ class Engine:
             logits_indices=logits_indices,
         )
 
-    def _advance(self, work: list[Work], logits: torch.Tensor) -> list[RequestOutput]:
+    def _advance(self, work: list[Work], logits: torch.Tensor) -> list[Request]:
+        """Take the step's results; returns the requests that got a token or an error."""
+        sampled: list[Request] = []
+        rows: list[int] = []
+        done = 0
         for item in work:
+            wanted = _wanted_rows(item)
+            if item.request.wants_prompt_logprobs:
+                _take_prompt_logprobs(item, logits[done : done + len(wanted)])
+            done += len(wanted)
             item.request.num_computed = item.stop
-        sampled = [item.request for item in work if item.samples]
-        tokens = self._sampler.sample(logits, sampled)
-        for request, token in zip(sampled, tokens, strict=True):
-            if token is None:
+            if item.samples:
+                sampled.append(item.request)
+                rows.append(done - 1)
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        for request, choice in zip(sampled, self._sampler.sample(logits, sampled), strict=True):
+            if choice.token is None:
                 request.fail(
                     "the model's logits are not finite: its weights, or keys and values in its "
                     "cache, hold a NaN or an infinity"
                 )
             else:
-                request.append(token, self.scheduler.max_sequence_tokens)
+                if choice.logprobs is not None:
+                    request.logprobs.append(choice.logprobs)
+                request.append(choice.token, self.scheduler.max_sequence_tokens)
             if request.status is Status.FINISHED:
-                self.scheduler.finish(request)
-                self._sampler.forget(request)
-                del self._requests[request.request_id]
-        return [request.output() for request in sampled]
+                self.scheduler.remove(request)
+        return sampled
+
+    def _collect(self, sampled: list[Request]) -> list[RequestOutput]:
+        """One output for every group that has news."""
+        groups = {id(group): group for group in (self._group_of[r.request_id] for r in sampled)}
+        for request in sampled:
+            if request.status is Status.FINISHED:
+                self._forget(request)
+        outputs = [self._decoded(group.output()) for group in groups.values()]
+        for group in groups.values():
+            if group.finished:
+                del self._groups[group.request_id]
+        return outputs
+
+    def _decoded(self, output: RequestOutput) -> RequestOutput:
+        """Give log probabilities the texts of their tokens."""
+        places = list(output.prompt_logprobs or [])
+        for completion in output.outputs:
+            places += completion.logprobs or []
+        if self._tokenizer is not None:
+            for place in places:
+                for token, entry in (place or {}).items():
+                    if place is not None and entry.decoded_token is None:
+                        place[token] = replace(entry, decoded_token=self._tokenizer.decode([token]))
+        return output
+
+    def _forget(self, request: Request) -> None:
+        self._sampler.forget(request)
+        del self._group_of[request.request_id]
+
+    def _check_tokens(self, field: str, token_ids: Iterable[int]) -> None:
+        if self._vocab_size is not None:
+            for token in token_ids:
+                if not 0 <= token < self._vocab_size:
+                    raise UsageError(field, token, f"0 to {self._vocab_size - 1} (the vocabulary)")
+
+
+def _wanted_rows(item: Work) -> range:
+    """Rows of the work's tokens whose logits are needed, in the order of the tokens."""
+    if item.request.wants_prompt_logprobs:
+        return range(item.num_tokens)
+    return range(item.num_tokens - 1, item.num_tokens) if item.samples else range(0)
+
+
+def _take_prompt_logprobs(item: Work, logits: torch.Tensor) -> None:
+    """Note what the prompt's tokens after this chunk's are worth."""
+    request, count = item.request, item.request.params.prompt_logprobs
+    assert count is not None
+    rows = logits.to(device="cpu", dtype=torch.float32).numpy()
+    prompt = request.prompt_token_ids
+    for position, row in enumerate(rows, start=item.start + 1):
+        # After a preemption some are known already.
+        if len(request.prompt_logprobs) == position < len(prompt):
+            request.prompt_logprobs.append(token_logprobs(row, prompt[position], count))

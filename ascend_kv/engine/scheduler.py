@@ -59,11 +59,11 @@ class Scheduler:
         """Longest prompt and output together that the model and the cache allow."""
         return min(self.config.max_model_len, self.tables.max_sequence_tokens)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never run.
 
         Raises:
-            UsageError: it can never run: empty, or longer than the model or the cache allows.
+            UsageError: it is empty, or longer than the model or the cache allows.
         """
         length, longest = len(request.prompt_token_ids), self.max_sequence_tokens
         if length == 0:
@@ -75,6 +75,9 @@ class Scheduler:
                 f"at most {longest - 1} tokens, so that one more fits into max_model_len "
                 f"({self.config.max_model_len}) and the cache ({self.tables.max_sequence_tokens})",
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that ``check`` has passed."""
         self.waiting.append(request)
 
     def schedule(self) -> Schedule:
@@ -87,18 +90,13 @@ class Scheduler:
         work.sort(key=lambda item: item.num_tokens != 1)  # stable: decodes first
         return Schedule(work, preempted)
 
-    def finish(self, request: Request) -> None:
-        """Give back a running request's blocks."""
-        self.running.remove(request)
-        self.tables.release(request.request_id)
-
-    def abort(self, request: Request) -> None:
-        """Take an unfinished request out of the queues."""
-        if request.status is Status.RUNNING:
-            self.finish(request)
+    def remove(self, request: Request) -> None:
+        """Take a request out of its queue and give back its blocks."""
+        if self.tables.holds(request.request_id):
+            self.running.remove(request)
+            self.tables.release(request.request_id)
         else:
             self.waiting.remove(request)
-        request.status = Status.FINISHED
 
     def _grow_running(self, preempted: list[Request]) -> list[Work]:
         budget = self.config.max_num_batched_tokens

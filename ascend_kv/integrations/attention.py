@@ -19,6 +19,7 @@ from ascend_kv.cache.paged import LayerCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.errors import RunError, UnsupportedModelError
 from ascend_kv.geometry import ModelGeometry
+from ascend_kv.integrations.key_offset import KeyOffset
 
 ATTENTION_NAME = "ascend_kv"
 STEP_KEYWORD = "ascend_kv_step"
@@ -50,8 +51,10 @@ class CacheStep:
         batch: Batch,
         block_size: int,
         device: torch.device,
+        offset: KeyOffset | None = None,
     ) -> None:
         self._layers = layers
+        self._offset = offset
         self._query_lengths = batch.query_lengths
         self._kv_lengths = batch.kv_lengths
         self._slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
@@ -68,6 +71,17 @@ class CacheStep:
     ) -> torch.Tensor:
         cache = self._layers[layer]
         ops.kv_cache_store(key, value, cache.key, cache.value, self._slot_mapping, **cache.scales)
+        if self._offset is not None and layer in self._offset:
+            return self._offset.attend(
+                layer,
+                query,
+                cache,
+                self._block_tables,
+                self._query_lengths,
+                self._kv_lengths,
+                scaling,
+                window,
+            )
         output, _ = ops.paged_attention(
             query,
             cache.key,

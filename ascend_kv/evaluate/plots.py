@@ -1,0 +1,148 @@
+"""The report's plots as PNG files: throughput, memory, utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from ascend_kv.evaluate.results import BenchResult, SchemeResult
+
+# Okabe and Ito's palette: it can be told apart with any kind of colour vision.
+_COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_MIB = 2**20
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+
+
+def draw_plots(result: BenchResult, directory: Path) -> list[str]:
+    """Write the plots for which there are results.
+
+    Returns:
+        Their file names, in the order a reader wants them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if not result.schemes:
+        return []
+    drawings: dict[str, Callable[[BenchResult], Figure]] = {
+        "throughput.png": _throughput,
+        "memory.png": _memory,
+        "utilisation.png": _utilisation,
+    }
+    with matplotlib.rc_context(_STYLE):
+        for name, draw in drawings.items():
+            draw(result).savefig(directory / name, dpi=150)
+    return list(drawings)
+
+
+def _figure(result: BenchResult, title: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    figure.supxlabel(
+        f"{result.model.name}, measured on {result.machine.label}",
+        x=0.99,
+        ha="right",
+        fontsize=8,
+        color="0.45",
+    )
+    return figure, axes
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _throughput(result: BenchResult) -> Figure:
+    figure, axes = _figure(result, "Throughput against batch")
+    if (sweep := result.sweep) is not None:
+        axes.plot(
+            [point.batch for point in sweep.points],
+            [point.tokens_per_second for point in sweep.points],
+            color="0.75",
+            marker=".",
+            zorder=1,
+            label=f"decode alone, {sweep.kv_cache_dtype}, {sweep.context_tokens} tokens each",
+        )
+    for number, scheme in enumerate(result.schemes):
+        measured = scheme.measured
+        axes.scatter(
+            measured.batch_mean,
+            measured.tokens_per_second,
+            s=70,
+            zorder=2,
+            color=_colour(number),
+            label=f"{scheme.name} ({scheme.ratio_to_first:.2f}x)",
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("sequences at once (mean over the whole run)")
+    axes.set_ylabel("generated tokens per second, prompts included")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper left", fontsize=9)
+    return figure
+
+
+def _memory(result: BenchResult) -> Figure:
+    figure, axes = _figure(result, "What the KV budget holds, averaged over time")
+    names = [scheme.name for scheme in result.schemes]
+    budget = result.budget.bytes / _MIB
+    left = [0.0] * len(names)
+    parts: tuple[tuple[str, str, Callable[[SchemeResult], float]], ...] = (
+        ("tokens", "#0072b2", lambda s: s.measured.kv_token_bytes_mean),
+        (
+            "reserved, without a token",
+            "#e69f00",
+            lambda s: s.measured.kv_held_bytes_mean - s.measured.kv_token_bytes_mean,
+        ),
+        (
+            "free",
+            "#dddddd",
+            lambda s: s.measured.kv_allocated_bytes - s.measured.kv_held_bytes_mean,
+        ),
+    )
+    for label, colour, size in parts:
+        widths = [size(scheme) / _MIB for scheme in result.schemes]
+        axes.barh(names, widths, left=left, color=colour, label=label, height=0.62)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, scheme in enumerate(result.schemes):
+        note = f"{scheme.measured.utilisation:.0%} used, {scheme.measured.batch_mean:.1f} at once"
+        axes.text(budget, row, f"  {note}", va="center", fontsize=9)
+    axes.axvline(budget, color="0.3", linestyle="--", linewidth=1)
+    axes.set_xlim(0, 1.36 * budget)
+    axes.set_xlabel("MiB (dashed: the budget)")
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=3, fontsize=9)
+    return figure
+
+
+def _utilisation(result: BenchResult) -> Figure:
+    figure, axes = _figure(result, "Held token slots that hold a token")
+    for number, scheme in enumerate(result.schemes):
+        timeline = scheme.measured.timeline
+        axes.plot(
+            timeline.seconds,
+            [100 * share for share in timeline.utilisation],
+            color=_colour(number),
+            linewidth=1.6,
+            label=f"{scheme.name} ({scheme.measured.utilisation:.1%})",
+        )
+    axes.set_xlabel("seconds since the start of the scheme")
+    axes.set_ylabel("utilisation, %")
+    axes.set_ylim(0, 102)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="center right", fontsize=9)
+    return figure

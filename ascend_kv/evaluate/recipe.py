@@ -1,0 +1,218 @@
+"""The main job's recipe: frozen dataclasses that the commented YAML file mirrors key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ascend_kv.config import CacheConfig, from_mapping
+from ascend_kv.errors import UsageError
+from ascend_kv.evaluate.workload import WorkloadRecipe
+from ascend_kv.geometry import FORMATS
+
+LEAST_CLUSTERS = 8
+"""Fewer clusters would make the confidence interval meaningless."""
+
+
+@dataclass(frozen=True)
+class BudgetRecipe:
+    """The KV memory every scheme gets: what this many contiguous sequences of this type take."""
+
+    sequences: int = 4
+    kv_cache_dtype: str = "float16"
+
+
+@dataclass(frozen=True)
+class SchemeRecipe:
+    """One way to use the budget."""
+
+    name: str
+    allocator: Literal["contiguous", "paged"] = "paged"
+    kv_cache_dtype: str = "int8"
+    batch: Literal["planned", "all"] = "planned"
+    """``planned``: as many sequences as the planner says fit; ``all``: every request at once."""
+
+
+@dataclass(frozen=True)
+class PerplexityRecipe:
+    """Which text is scored, and how the interval is made."""
+
+    formats: tuple[str, ...] = ("float16", "int8")
+    windows: int = 8
+    window_tokens: int = 1024
+    cluster_tokens: int = 128
+    chunk_tokens: int = 256
+
+    def check(self) -> None:
+        """Refuse numbers that give no interval.
+
+        Raises:
+            UsageError: a number out of its range, or fewer than 8 clusters.
+        """
+        for name, least in (
+            ("windows", 1),
+            ("window_tokens", 2),
+            ("cluster_tokens", 1),
+            ("chunk_tokens", 1),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"perplexity.{name}", getattr(self, name), f"{least} or more")
+        clusters = self.windows * -(-(self.window_tokens - 1) // self.cluster_tokens)
+        if clusters < LEAST_CLUSTERS:
+            raise UsageError(
+                "perplexity",
+                f"{clusters} clusters in all windows",
+                f"{LEAST_CLUSTERS} or more",
+                "Raise windows or lower cluster_tokens.",
+            )
+
+    @property
+    def method(self) -> str:
+        return (
+            "the same tokens scored with each cache; ratio of perplexities = exp(mean difference "
+            "of the negative log-likelihood per token), 95 % interval from Student's t over "
+            f"clusters of {self.cluster_tokens} neighbouring tokens (within a cluster the "
+            "differences may be correlated)"
+        )
+
+
+@dataclass(frozen=True)
+class SampleRecipe:
+    """Prompts that are continued greedily with an unquantized and a quantized cache."""
+
+    prompts: tuple[str, ...] = ()
+    max_tokens: int = 48
+    kv_cache_dtype: str = "int8"
+
+
+@dataclass(frozen=True)
+class SweepRecipe:
+    """Decode throughput against batch."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    context_tokens: int = 184
+    steps: int = 8
+    kv_cache_dtype: str = "int8"
+
+
+@dataclass(frozen=True)
+class BenchRecipe:
+    """Everything ``ascend-kv bench`` does, in the order of the YAML file."""
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: Literal["auto", "cpu", "npu"] = "auto"
+    max_model_len: int = 1024
+    max_num_batched_tokens: int = 512
+    block_size: int | None = None
+    granularity: str = "token_head"
+    symmetric: bool = True
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    prefill_reads: str = "cache"
+    seed: int = 0
+    budget: BudgetRecipe = field(default_factory=BudgetRecipe)
+    workload: WorkloadRecipe = field(default_factory=WorkloadRecipe)
+    schemes: tuple[SchemeRecipe, ...] = ()
+    sweep: SweepRecipe = field(default_factory=SweepRecipe)
+    perplexity: PerplexityRecipe = field(default_factory=PerplexityRecipe)
+    samples: SampleRecipe = field(default_factory=SampleRecipe)
+
+    def check(self) -> None:
+        """Refuse what can be refused before a model is loaded.
+
+        Raises:
+            UsageError: names the key, what was given and what is legal.
+        """
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 2)
+        _at_least("budget.sequences", self.budget.sequences, 1)
+        if self.budget.kv_cache_dtype not in FORMATS:
+            raise UsageError("budget.kv_cache_dtype", self.budget.kv_cache_dtype, FORMATS)
+        self.workload.check(self.max_model_len)
+        self._check_schemes()
+        for batch in self.sweep.batches:
+            _at_least("sweep.batches", batch, 1)
+        _at_least("sweep.context_tokens", self.sweep.context_tokens, 1)
+        _at_least("sweep.steps", self.sweep.steps, 1)
+        self.perplexity.check()
+        _at_least("samples.max_tokens", self.samples.max_tokens, 1)
+        for kv_cache_dtype in self._formats():
+            CacheConfig(
+                kv_cache_dtype=kv_cache_dtype,
+                granularity=self.granularity,
+                symmetric=self.symmetric,
+                kv_cache_dtype_skip_layers=self.kv_cache_dtype_skip_layers,
+                block_size=self.block_size,
+                prefill_reads=self.prefill_reads,
+            )
+
+    def _check_schemes(self) -> None:
+        if not self.schemes:
+            raise UsageError("schemes", "none", "one scheme or more; the first is the baseline")
+        names = [scheme.name for scheme in self.schemes]
+        if len(set(names)) < len(names):
+            raise UsageError("schemes", names, "names that differ")
+
+    def _formats(self) -> list[str]:
+        """Every cache format that the job will make, so that none fails after an hour."""
+        return [
+            *(scheme.kv_cache_dtype for scheme in self.schemes),
+            self.sweep.kv_cache_dtype,
+            *self.perplexity.formats,
+            self.samples.kv_cache_dtype,
+        ]
+
+
+def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:
+    """Read a YAML recipe.
+
+    Its ``quick`` section holds keys that replace the others for a short run; it is checked in
+    every run, so that a mistake in it does not wait for the first quick one.
+
+    Raises:
+        UsageError: no such file, not YAML, an unknown key or an illegal value.
+    """
+    content = _read_yaml(path)
+    shorter = content.pop("quick", None) or {}
+    if not isinstance(shorter, Mapping):
+        raise UsageError(f"{path}: quick", shorter, "keys of the recipe and their values")
+    recipes = [
+        from_mapping(BenchRecipe, mapping, str(path))
+        for mapping in (content, _merge(content, shorter))
+    ]
+    for recipe in recipes:
+        recipe.check()
+    return recipes[1] if quick else recipes[0]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("recipe", str(path), f"a readable file ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError("recipe", str(path), "a YAML file", reason) from error
+    if not isinstance(content, dict):
+        raise UsageError("recipe", str(path), "a YAML file of keys and values")
+    return content
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``over`` in place of its own, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merge(old, value)
+        merged[key] = value
+    return merged
+
+
+def _at_least(name: str, given: int, least: int) -> None:
+    if given < least:
+        raise UsageError(name, given, f"{least} or more")

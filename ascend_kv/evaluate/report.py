@@ -1,0 +1,202 @@
+"""Where results go: the terminal, ``report.md``, ``report.json`` and plots.
+
+The layout of ``report.json`` is documented in ``recipes/qwen_910b.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from ascend_kv.errors import RunError
+from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.plots import draw_plots
+from ascend_kv.evaluate.results import BenchResult, Sample
+from ascend_kv.evaluate.tables import (
+    TextTable,
+    comparison_table,
+    factor_table,
+    perplexity_table,
+    scheme_table,
+    sweep_table,
+)
+
+_PROBE_BYTES = 4 << 20
+"""More than a report and its plots take."""
+
+
+def prepare_directory(directory: Path) -> None:
+    """Create the output directory and see that a report can be written there.
+
+    Raises:
+        RunError: it cannot; said before the long work, not after it.
+    """
+    probe = directory / ".probe"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(_cannot_write(directory, error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
+class Saver:
+    """Keeps ``report.json`` up to date while the job runs.
+
+    That it cannot be written is said once and does not end the job: the tables will still be
+    printed, and the last write, which counts, will say it again.
+    """
+
+    def __init__(self, directory: Path, log: Log) -> None:
+        self._directory, self._log = directory, log
+        self._failed = False
+
+    def __call__(self, result: BenchResult) -> None:
+        if self._failed:
+            return
+        try:
+            write_json(result, self._directory)
+        except RunError as error:
+            self._failed = True
+            self._log.say(f"warning: {error}")
+
+
+def write_json(result: BenchResult, directory: Path) -> None:
+    """Write ``report.json`` whole or not at all.
+
+    Raises:
+        RunError: it cannot be written; an older one is still there then.
+    """
+    _write(directory / "report.json", json.dumps(result.as_json(), indent=1) + "\n")
+
+
+def write_report(result: BenchResult, directory: Path) -> None:
+    """Write ``report.json``, the plots and ``report.md``.
+
+    Raises:
+        RunError: one of them cannot be written.
+    """
+    write_json(result, directory)
+    try:
+        plots = draw_plots(result, directory)
+    except OSError as error:
+        raise RunError(_cannot_write(directory, error)) from error
+    _write(directory / "report.md", markdown(result, plots))
+
+
+def show(result: BenchResult, console: Console) -> None:
+    """Print the tables that answer the question; the rest is in the report."""
+    for table in _tables(result):
+        print_table(table, console)
+    for line in _context(result):
+        console.print(line, markup=False, highlight=False)
+
+
+def _tables(result: BenchResult) -> list[TextTable]:
+    tables = [scheme_table(result), factor_table(result), comparison_table(result)]
+    if result.perplexity is not None:
+        tables.append(perplexity_table(result.perplexity))
+    return tables
+
+
+def markdown(result: BenchResult, plots: list[str]) -> str:
+    """The whole report as text; ``plots`` are file names beside it."""
+    parts = [f"# KV cache side by side: {result.model.name}", *_context(result)]
+    if not result.complete:
+        parts.append("**Unfinished: parts of this run are missing.**")
+    tables = _tables(result)
+    if result.sweep is not None:
+        tables.append(sweep_table(result.sweep))
+    parts += [_markdown_table(table) for table in tables]
+    parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in plots]
+    if result.samples:
+        parts.append("## Samples, greedy (measured)")
+        parts += [_markdown_sample(sample) for sample in result.samples]
+    parts.append(_operators(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def _context(result: BenchResult) -> list[str]:
+    """What has to be known to read the figures, one paragraph each."""
+    machine, model, drawn, budget = result.machine, result.model, result.workload, result.budget
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lengths = result.recipe["workload"]
+    return [
+        f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
+        f"{machine.threads} threads; {machine.system}; {versions}. Started {result.started}, "
+        f"{result.wall_seconds:.0f} s{' (quick)' if result.quick else ''}.",
+        f"Model: {model.name} ({model.model_type}, {model.num_layers} layers, "
+        f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}), "
+        f"computed in {model.dtype}.",
+        f"Budget: {budget.bytes:,} bytes, what {budget.sequences} contiguous "
+        f"{budget.kv_cache_dtype} sequences of {budget.max_model_len:,} tokens take; blocks of "
+        f"{budget.block_size} tokens.",
+        f"Requests: {drawn.requests}, prompts of {drawn.prompt_min} to {drawn.prompt_max} tokens "
+        f"(mean {drawn.prompt_mean:.0f} as drawn; {_distribution(lengths['prompt_tokens'])}), "
+        f"outputs of {drawn.output_min} to {drawn.output_max} tokens "
+        f"(mean {drawn.output_mean:.0f} as drawn; {_distribution(lengths['output_tokens'])}); "
+        f"together {drawn.total_mean:.0f} on the average. Prompts are slices of "
+        f"{result.text.source} ({result.text.tokens:,} tokens). Greedy, fixed output lengths: all "
+        "schemes do the same work, in the order listed, each after a short warm-up.",
+    ]
+
+
+def _distribution(lengths: dict[str, float]) -> str:
+    return (
+        f"log-normal with mean {lengths['mean']:g}, sigma {lengths['sigma']:g}, clipped to "
+        f"{lengths['min']} to {lengths['max']}"
+    )
+
+
+def _operators(result: BenchResult) -> str:
+    served = ", ".join(f"{name}: {by}" for name, by in sorted(result.operators.items()))
+    return f"Operators were served by: {served}."
+
+
+def _markdown_table(table: TextTable) -> str:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    ruler = ("---", *["---:"] * (len(table.header) - 1))
+    lines = [f"## {table.title}", "", *map(line, (table.header, ruler, *table.rows))]
+    for note in table.notes:
+        lines += ["", note]
+    return "\n".join(lines)
+
+
+def _markdown_sample(sample: Sample) -> str:
+    return "\n\n".join(
+        [
+            f"**{sample.prompt}** ({sample.equal_tokens} of {sample.tokens} tokens equal before "
+            "the first difference)",
+            f"{sample.reference_dtype}:\n\n{_quote(sample.reference_text)}",
+            f"{sample.quantized_dtype}:\n\n{_quote(sample.quantized_text)}",
+        ]
+    )
+
+
+def _quote(text: str) -> str:
+    return "\n".join(f"> {line}" for line in text.strip().splitlines() or [""])
+
+
+def _write(path: Path, content: str) -> None:
+    unfinished = path.with_suffix(path.suffix + ".part")
+    try:
+        unfinished.write_text(content, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RunError(_cannot_write(path, error)) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written: {error.strerror or error}. Name another place with --output"

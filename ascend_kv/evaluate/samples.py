@@ -1,0 +1,102 @@
+"""The same prompts continued with two caches, so that a reader sees what quantization does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ascend_kv.engine.params import SamplingParams
+from ascend_kv.errors import RunError
+from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.results import Sample
+from ascend_kv.evaluate.schemes import cache_options, layer_formats
+from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.llm import LLM
+
+
+def generate_samples(
+    recipe: BenchRecipe,
+    loaded: LoadedModel,
+    tokenizer: Any,
+    block_size: int,
+    advance: Callable[[int], None],
+) -> list[Sample]:
+    """Continue ``samples.prompts`` greedily, unquantized first.
+
+    Args:
+        recipe: its ``samples`` section says what to run.
+        loaded: the weights.
+        tokenizer: turns prompts into tokens and tokens into text.
+        block_size: tokens a block.
+        advance: called with 1 after every format.
+    """
+    prompts = [_prompt_token_ids(tokenizer, text) for text in recipe.samples.prompts]
+    if not prompts:
+        return []
+    continued = []
+    for kv_cache_dtype in ("auto", recipe.samples.kv_cache_dtype):
+        continued.append(_generate(recipe, loaded, kv_cache_dtype, block_size, prompts))
+        advance(1)
+    reference_dtype = loaded.dtype
+    return [
+        Sample(
+            prompt=text,
+            reference_dtype=reference_dtype,
+            reference_text=tokenizer.decode(reference, skip_special_tokens=True),
+            quantized_dtype=recipe.samples.kv_cache_dtype,
+            quantized_text=tokenizer.decode(quantized, skip_special_tokens=True),
+            tokens=len(reference),
+            equal_tokens=_common_prefix(reference, quantized),
+        )
+        for text, reference, quantized in zip(recipe.samples.prompts, *continued, strict=True)
+    ]
+
+
+def _generate(
+    recipe: BenchRecipe,
+    loaded: LoadedModel,
+    kv_cache_dtype: str,
+    block_size: int,
+    prompts: list[list[int]],
+) -> list[list[int]]:
+    longest = max(len(prompt) for prompt in prompts) + recipe.samples.max_tokens
+    formats = layer_formats(recipe, kv_cache_dtype, loaded.geometry, loaded.dtype)
+    blocks = len(prompts) * (-(-longest // block_size) + 1)
+    llm = LLM(
+        str(loaded.path),
+        **cache_options(recipe, kv_cache_dtype),
+        max_model_len=longest,
+        kv_cache_memory_bytes=blocks * loaded.geometry.block_bytes(formats, block_size),
+        block_size=block_size,
+        skip_tokenizer_init=True,
+        device=recipe.device,
+        weights=loaded,
+    )
+    params = SamplingParams(max_tokens=recipe.samples.max_tokens, temperature=0)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    for output in outputs:
+        if output.error is not None:
+            raise RunError(f"a sample failed: {output.error}")
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def _prompt_token_ids(tokenizer: Any, text: str) -> list[int]:
+    """A chat model gets its own template, any other the bare text."""
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=False
+        )
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
+
+
+def _common_prefix(ours: list[int], theirs: list[int]) -> int:
+    equal = 0
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            break
+        equal += 1
+    return equal

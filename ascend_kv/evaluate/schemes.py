@@ -1,0 +1,199 @@
+"""One scheme of the main job: what the planner says of it, and what it does when it runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ascend_kv.cache.stats import CacheStats
+from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.stats import EngineStats, StepRecord
+from ascend_kv.errors import RunError
+from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
+from ascend_kv.evaluate.results import Budget, Measured, Predicted, Timeline
+from ascend_kv.evaluate.workload import Request
+from ascend_kv.geometry import FormatSpec, ModelGeometry, format_spec
+from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.llm import LLM
+from ascend_kv.plan.capacity import capacity
+
+WARM_UP_REQUESTS = 2
+WARM_UP_TOKENS = 4
+TIMELINE_POINTS = 240
+
+
+def make_budget(recipe: BenchRecipe, geometry: ModelGeometry, block_size: int) -> Budget:
+    """The bytes that hold ``budget.sequences`` contiguous sequences of the baseline's type."""
+    spec = format_spec(recipe.budget.kv_cache_dtype)
+    blocks = recipe.budget.sequences * -(-recipe.max_model_len // block_size)
+    return Budget(
+        bytes=blocks * geometry.block_bytes([spec] * geometry.num_layers, block_size),
+        sequences=recipe.budget.sequences,
+        max_model_len=recipe.max_model_len,
+        kv_cache_dtype=spec.name,
+        block_size=block_size,
+    )
+
+
+def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
+    """Keyword arguments of ``LLM`` for one format; layers are skipped in quantized ones only."""
+    quantized = kv_cache_dtype != "auto" and format_spec(kv_cache_dtype).quantized
+    return {
+        "kv_cache_dtype": kv_cache_dtype,
+        "granularity": recipe.granularity,
+        "symmetric": recipe.symmetric,
+        "kv_cache_dtype_skip_layers": recipe.kv_cache_dtype_skip_layers if quantized else (),
+    }
+
+
+def layer_formats(
+    recipe: BenchRecipe, kv_cache_dtype: str, geometry: ModelGeometry, model_dtype: str
+) -> tuple[FormatSpec, ...]:
+    """The format of every layer, as ``LLM`` will resolve it."""
+    return resolve_formats(
+        geometry, CacheConfig(**cache_options(recipe, kv_cache_dtype)), model_dtype
+    )
+
+
+def predict(
+    recipe: BenchRecipe,
+    scheme: SchemeRecipe,
+    geometry: ModelGeometry,
+    model_dtype: str,
+    budget: Budget,
+    requests: Sequence[Request],
+) -> Predicted:
+    """Ask the planner; nothing has run yet."""
+    plan = capacity(
+        geometry,
+        layer_formats(recipe, scheme.kv_cache_dtype, geometry, model_dtype),
+        budget.bytes,
+        budget.block_size,
+        scheme.allocator,
+        recipe.max_model_len,
+        [request.lengths for request in requests],
+    )
+    planned = (
+        plan.sequences_full_length if scheme.allocator == "contiguous" else plan.sequences_mean
+    )
+    everyone = len(requests)
+    return Predicted(
+        max_num_seqs=everyone if scheme.batch == "all" else max(1, min(int(planned), everyone)),
+        token_bytes=plan.token_bytes,
+        num_blocks=plan.num_blocks,
+        kv_bytes=plan.kv_bytes,
+        sequences_full_length=plan.sequences_full_length,
+        sequences_mean=plan.sequences_mean,
+        sequences_live=plan.sequences_live,
+    )
+
+
+def run_scheme(
+    recipe: BenchRecipe,
+    scheme: SchemeRecipe,
+    plan: Predicted,
+    loaded: LoadedModel,
+    budget: Budget,
+    requests: Sequence[Request],
+    advance: Callable[[int], None],
+) -> Measured:
+    """Serve all requests with one scheme.
+
+    Args:
+        recipe, scheme, plan, budget: what to run and within which limits.
+        loaded: weights that all schemes share.
+        requests: the same for all schemes.
+        advance: called with the number of tokens generated since the last call.
+
+    Raises:
+        RunError: a request failed.
+    """
+    llm = LLM(
+        str(loaded.path),
+        **cache_options(recipe, scheme.kv_cache_dtype),
+        max_model_len=recipe.max_model_len,
+        kv_cache_memory_bytes=budget.bytes,
+        block_size=budget.block_size,
+        kv_allocator=scheme.allocator,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=recipe.max_num_batched_tokens,
+        skip_tokenizer_init=True,
+        seed=recipe.seed,
+        device=recipe.device,
+        weights=loaded,
+    )
+    _serve(llm, requests[:WARM_UP_REQUESTS], lambda tokens: None, WARM_UP_TOKENS)
+    llm.engine.stats = EngineStats()
+    started = time.perf_counter()
+    _serve(llm, requests, advance)
+    measured = _measure(llm, time.perf_counter() - started)
+    # The next scheme's cache must not find this one's still in memory.
+    del llm
+    gc.collect()
+    return measured
+
+
+def _serve(
+    llm: LLM,
+    requests: Sequence[Request],
+    advance: Callable[[int], None],
+    most_tokens: int | None = None,
+) -> None:
+    for number, request in enumerate(requests):
+        tokens = min(request.output_tokens, most_tokens or request.output_tokens)
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        llm.engine.add_request(str(number), request.prompt_token_ids, params)
+    while llm.engine.has_unfinished_requests():
+        outputs = llm.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise RunError(f"request {output.request_id} failed: {output.error}")
+        advance(len(outputs))
+
+
+def _measure(llm: LLM, wall_seconds: float) -> Measured:
+    stats, steps = llm.engine.stats, list(llm.engine.stats.steps)
+    token_bytes = llm.geometry.token_bytes(llm.formats)
+    block_bytes = llm.geometry.block_bytes(llm.formats, llm.block_size)
+    busy = [step for step in steps if step.waiting] or steps
+    return Measured(
+        wall_seconds=wall_seconds,
+        generated_tokens=stats.generated_tokens,
+        tokens_per_second=stats.generated_tokens / wall_seconds,
+        steps=stats.num_steps,
+        model_seconds=stats.model_seconds,
+        engine_step_seconds=stats.engine_seconds / stats.num_steps,
+        batch_mean=_time_mean(steps, lambda cache: cache.num_sequences),
+        batch_mean_busy=_time_mean(busy, lambda cache: cache.num_sequences),
+        batch_peak=max(step.running for step in steps),
+        kv_allocated_bytes=llm.cache.allocated_bytes,
+        kv_geometry_bytes=llm.cache.num_blocks * block_bytes,
+        kv_token_bytes_mean=_time_mean(steps, lambda cache: cache.used_tokens * token_bytes),
+        kv_held_bytes_mean=_time_mean(steps, lambda cache: cache.used_blocks * block_bytes),
+        utilisation=_time_mean(steps, lambda cache: cache.utilisation),
+        preemptions=stats.preemptions,
+        recomputed_tokens=stats.recomputed_tokens,
+        timeline=_timeline(steps),
+    )
+
+
+def _time_mean(steps: Iterable[StepRecord], value: Callable[[CacheStats], float]) -> float:
+    """Mean of a count over the time of the steps, not over their number."""
+    pairs = [(value(step.cache), step.step_seconds) for step in steps]
+    return sum(count * seconds for count, seconds in pairs) / sum(seconds for _, seconds in pairs)
+
+
+def _timeline(steps: Sequence[StepRecord]) -> Timeline:
+    stride = max(1, -(-len(steps) // TIMELINE_POINTS))
+    seconds, running, utilisation = [], [], []
+    clock = 0.0
+    for number, step in enumerate(steps):
+        if number % stride == 0:
+            seconds.append(round(clock, 3))
+            running.append(step.running)
+            utilisation.append(round(step.cache.utilisation, 4))
+        clock += step.step_seconds
+    return Timeline(seconds, running, utilisation)

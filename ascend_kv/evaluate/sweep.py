@@ -1,0 +1,106 @@
+"""Decode throughput against batch: why a larger batch is worth memory at all.
+
+Only the model's forward is timed, with every sequence at the same context length. The context is
+computed once and copied into blocks of each sequence's own, so that attention reads as much
+memory as it would in service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ascend_kv.engine.batch import Batch
+from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.results import Sweep, SweepPoint
+from ascend_kv.evaluate.schemes import cache_options, layer_formats
+from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.llm import LLM
+from ascend_kv.ops import platform
+
+_WARM_UP_STEPS = 2
+
+
+def run_sweep(
+    recipe: BenchRecipe,
+    loaded: LoadedModel,
+    block_size: int,
+    text_token_ids: Sequence[int],
+    advance: Callable[[int], None],
+) -> Sweep:
+    """Time ``sweep.steps`` decode steps at each of ``sweep.batches``.
+
+    Args:
+        recipe: its ``sweep`` section says what to run.
+        loaded: the weights.
+        block_size: tokens a block.
+        text_token_ids: the context is cut from their beginning.
+        advance: called with 1 after every batch size.
+    """
+    sweep = recipe.sweep
+    length = sweep.context_tokens + sweep.steps + _WARM_UP_STEPS
+    blocks = -(-length // block_size)
+    formats = layer_formats(recipe, sweep.kv_cache_dtype, loaded.geometry, loaded.dtype)
+    llm = LLM(
+        str(loaded.path),
+        **cache_options(recipe, sweep.kv_cache_dtype),
+        max_model_len=length,
+        kv_cache_memory_bytes=max(sweep.batches)
+        * blocks
+        * loaded.geometry.block_bytes(formats, block_size),
+        block_size=block_size,
+        skip_tokenizer_init=True,
+        device=recipe.device,
+        weights=loaded,
+    )
+    context = list(text_token_ids[: sweep.context_tokens])
+    _fill(llm, context, blocks, max(sweep.batches))
+    points = []
+    for batch in sweep.batches:
+        seconds = [
+            _decode(llm, batch, context[-1], position, blocks, block_size)
+            for position in range(len(context), length)
+        ][_WARM_UP_STEPS:]
+        step_seconds = sum(seconds) / len(seconds)
+        points.append(SweepPoint(batch, batch / step_seconds, step_seconds))
+        advance(1)
+    return Sweep(sweep.kv_cache_dtype, len(context), points)
+
+
+def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
+    """Store the context once, then give every sequence a copy in its own blocks."""
+    llm.model.forward(
+        Batch(
+            token_ids=context,
+            positions=list(range(len(context))),
+            slot_mapping=list(range(len(context))),
+            block_tables=[list(range(blocks))],
+            query_lengths=[len(context)],
+            kv_lengths=[len(context)],
+            logits_indices=[len(context) - 1],
+        )
+    )
+    for layer in llm.cache.layers:
+        for tensor in layer:
+            if tensor is not None:
+                copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
+                copies[1:] = copies[:1].clone()
+
+
+def _decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:
+    """Seconds of one step in which ``batch`` sequences bring the token at ``position``."""
+    starts = [sequence * blocks for sequence in range(batch)]
+    work = Batch(
+        token_ids=[token] * batch,
+        positions=[position] * batch,
+        slot_mapping=[start * block_size + position for start in starts],
+        block_tables=[list(range(start, start + blocks)) for start in starts],
+        query_lengths=[1] * batch,
+        kv_lengths=[position + 1] * batch,
+        logits_indices=list(range(batch)),
+    )
+    platform.synchronize(llm.device)
+    started = time.perf_counter()
+    llm.model.forward(work)
+    platform.synchronize(llm.device)
+    return time.perf_counter() - started

@@ -1,0 +1,198 @@
+"""The report's tables as plain text cells, shared by the terminal and the Markdown file.
+
+Every title says whether its figures were measured, predicted or both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ascend_kv.config import format_bytes
+from ascend_kv.evaluate.results import (
+    BenchResult,
+    Perplexity,
+    Predicted,
+    SchemeResult,
+    Sweep,
+)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A title, a header, rows of the same length and remarks below."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_table(names: list[str], plans: list[Predicted]) -> TextTable:
+    """What the planner says before anything runs."""
+    return TextTable(
+        "Plan (predicted from geometry): sequences at once under the budget",
+        (
+            "scheme",
+            "bytes a token",
+            "blocks",
+            "all at full length",
+            "at mean final length",
+            "at mean live length",
+            "batch limit",
+        ),
+        [
+            (
+                name,
+                f"{plan.token_bytes:,}",
+                f"{plan.num_blocks:,}",
+                f"{plan.sequences_full_length:.1f}",
+                f"{plan.sequences_mean:.1f}",
+                f"{plan.sequences_live:.1f}",
+                str(plan.max_num_seqs),
+            )
+            for name, plan in zip(names, plans, strict=True)
+        ],
+    )
+
+
+def scheme_table(result: BenchResult) -> TextTable:
+    """The main table."""
+    return TextTable(
+        f"Throughput under one KV budget of {format_bytes(result.budget.bytes)} (measured)",
+        (
+            "scheme",
+            "batch, mean (peak)",
+            "tokens/s",
+            "ratio",
+            "KV allocated",
+            "utilisation",
+            "preempted",
+            "recomputed tokens",
+            "PPL against unquantized",
+        ),
+        [_scheme_row(scheme, result.perplexity) for scheme in result.schemes],
+        [
+            "Batch: sequences at once while other requests waited, averaged over time. "
+            "Utilisation: share of the held token slots that held a token, averaged over time.",
+            _byte_remark(result.schemes),
+        ],
+    )
+
+
+def _scheme_row(scheme: SchemeResult, quality: Perplexity | None) -> tuple[str, ...]:
+    measured = scheme.measured
+    return (
+        scheme.name,
+        f"{measured.batch_mean_busy:.1f} ({measured.batch_peak})",
+        f"{measured.tokens_per_second:.1f}",
+        f"{scheme.ratio_to_first:.2f}x",
+        format_bytes(measured.kv_allocated_bytes),
+        f"{measured.utilisation:.1%}",
+        str(measured.preemptions),
+        f"{measured.recomputed_tokens:,}",
+        _quality(scheme.kv_cache_dtype, quality),
+    )
+
+
+def _quality(kv_cache_dtype: str, quality: Perplexity | None) -> str:
+    for entry in quality.formats if quality else []:
+        if entry.kv_cache_dtype == kv_cache_dtype:
+            return _percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
+    return "not measured"
+
+
+def _percent_interval(ratio: float, low: float, high: float) -> str:
+    """A ratio and its interval as changes in percent: ``+0.03 % [-0.01, +0.07]``."""
+    change, least, most = (100 * (value - 1) for value in (ratio, low, high))
+    return f"{change:+.3f} % [{least:+.3f}, {most:+.3f}]"
+
+
+def _byte_remark(schemes: list[SchemeResult]) -> str:
+    wrong = [
+        f"{scheme.name}: {scheme.measured.kv_allocated_bytes:,} allocated, "
+        f"{scheme.measured.kv_geometry_bytes:,} by geometry"
+        for scheme in schemes
+        if scheme.measured.kv_allocated_bytes != scheme.measured.kv_geometry_bytes
+    ]
+    if wrong:
+        return "ALLOCATED BYTES DIFFER FROM GEOMETRY: " + "; ".join(wrong)
+    return "KV bytes allocated equal those of the geometry to the byte in every scheme."
+
+
+def comparison_table(result: BenchResult) -> TextTable:
+    """The plan made beforehand beside what the run reached."""
+    return TextTable(
+        "Plan and run: sequences at once, KV bytes (predicted | measured)",
+        (
+            "scheme",
+            "predicted at mean final length",
+            "predicted at mean live length",
+            "batch limit",
+            "measured mean",
+            "measured peak",
+            "predicted KV bytes",
+            "measured KV bytes",
+        ),
+        [
+            (
+                scheme.name,
+                f"{scheme.predicted.sequences_mean:.1f}",
+                f"{scheme.predicted.sequences_live:.1f}",
+                str(scheme.predicted.max_num_seqs),
+                f"{scheme.measured.batch_mean_busy:.1f}",
+                str(scheme.measured.batch_peak),
+                f"{scheme.predicted.kv_bytes:,}",
+                f"{scheme.measured.kv_allocated_bytes:,}",
+            )
+            for scheme in result.schemes
+        ],
+    )
+
+
+def factor_table(result: BenchResult) -> TextTable:
+    """Each cause on its own."""
+    return TextTable(
+        "Where the speed comes from (measured, tokens/s over tokens/s)",
+        ("factor", "scheme", "over", "ratio"),
+        [
+            (factor.name, factor.scheme, factor.baseline, f"{factor.ratio:.2f}x")
+            for factor in result.factors
+        ],
+    )
+
+
+def perplexity_table(quality: Perplexity) -> TextTable:
+    """Formats against the unquantized reference."""
+    return TextTable(
+        f"Perplexity on {quality.windows} windows of {quality.window_tokens} tokens (measured)",
+        ("cache", "perplexity", "change, 95 % interval", "seconds"),
+        [
+            (
+                entry.kv_cache_dtype,
+                f"{entry.perplexity:.4f}",
+                _percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
+                if number
+                else "reference",
+                f"{entry.wall_seconds:.1f}",
+            )
+            for number, entry in enumerate(quality.formats)
+        ],
+        [
+            f"Method: {quality.method}. {quality.scored_tokens:,} tokens scored, "
+            f"{quality.clusters} clusters. Keys and values were read back from the cache "
+            f"(prefill_reads: {quality.prefill_reads})."
+        ],
+    )
+
+
+def sweep_table(sweep: Sweep) -> TextTable:
+    """Decode throughput against batch."""
+    return TextTable(
+        f"Decode alone, {sweep.kv_cache_dtype} cache, {sweep.context_tokens} tokens of context "
+        "each (measured)",
+        ("batch", "tokens/s", "ms a step"),
+        [
+            (str(point.batch), f"{point.tokens_per_second:.1f}", f"{1e3 * point.step_seconds:.1f}")
+            for point in sweep.points
+        ],
+    )

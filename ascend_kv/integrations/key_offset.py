@@ -1,0 +1,161 @@
+"""Attention over keys that are stored without a known offset.
+
+A key at position n is ``R(n) (W x + b)``. Stored is ``R(n) W x``; what a query q lacks of its
+score is ``q . R(n) b``. With b in pairs (b1, b2) and q likewise, R(n) turning by an angle a::
+
+    q . R(n) b = sum over pairs of  cos a (q1 b1 + q2 b2) + sin a (q2 b1 - q1 b2)
+
+so for all positions at once it is one matrix product of ``[T * H, D]``, made of the query and b
+alone, with a table ``[D, P]`` of cosines and sines that every layer and sequence shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ascend_kv import ops
+from ascend_kv.cache.paged import LayerCache
+
+Tensor = torch.Tensor
+
+# The score bias of one call, in float32 elements: 64 MiB.
+SCORE_BIAS_ELEMENTS = 1 << 24
+_TABLE_ROWS = 1 << 13
+
+
+class KeyOffset:
+    """The offsets of a model's layers, and the table that turns them."""
+
+    def __init__(self, offsets: Mapping[int, Tensor], rotary_table: Tensor) -> None:
+        """Join them.
+
+        Args:
+            offsets: by layer ``[N, D]`` float32, what stored keys lack before rotation.
+            rotary_table: ``[P, D / 2, 2]`` float32, for every position that will be cached.
+        """
+        self._offsets = {layer: x.to(rotary_table.device) for layer, x in offsets.items()}
+        self._table = rotary_table
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._offsets
+
+    def load_arguments(self, layer: int) -> dict[str, Tensor]:
+        """Keyword arguments of ``kv_cache_load`` that give the offset back; may be none."""
+        if layer not in self:
+            return {}
+        return {"key_offset": self._offsets[layer], "rotary_table": self._table}
+
+    def give_back(self, layer: int, key: Tensor, positions: Tensor) -> Tensor:
+        """Fresh keys ``[T, N, D]`` at ``positions`` [T] with the offset, in float32."""
+        if layer not in self:
+            return key
+        cosine, sine = self._table[positions][:, None].unbind(-1)
+        first, second = self._offsets[layer].chunk(2, -1)
+        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+        return key.to(torch.float32) + turned
+
+    def score_bias(self, layer: int, query: Tensor, softmax_scale: float, length: int) -> Tensor:
+        """What the scaled scores of ``query`` [T, H, D] lack: ``[T, H, length]`` float32."""
+        offset = self._offsets[layer]
+        tokens, heads, dim = query.shape
+        grouped = query.to(torch.float32).view(tokens, offset.shape[0], -1, dim) * softmax_scale
+        q1, q2 = grouped.chunk(2, -1)
+        b1, b2 = offset[:, None].chunk(2, -1)
+        features = torch.stack((q1 * b1 + q2 * b2, q2 * b1 - q1 * b2), -1)
+        return features.view(tokens, heads, dim) @ self._table[:length].view(length, dim).t()
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        cache: LayerCache,
+        block_tables: Tensor,
+        query_lengths: Sequence[int],
+        kv_lengths: Sequence[int],
+        softmax_scale: float,
+        window: int,
+    ) -> Tensor:
+        """``paged_attention`` with the score bias, in as many calls as keep that bias small."""
+        outputs = []
+        start = 0
+        for pieces in cut_calls(query_lengths, kv_lengths, query.shape[1]):
+            rows = [piece.row for piece in pieces]
+            queries = [piece.queries for piece in pieces]
+            lengths = [piece.kv_length for piece in pieces]
+            stop = start + sum(queries)
+            part = query[start:stop]
+            output, _ = ops.paged_attention(
+                part,
+                cache.key,
+                cache.value,
+                block_tables[rows[0] : rows[-1] + 1],
+                queries,
+                lengths,
+                softmax_scale,
+                window=window,
+                score_bias=self.score_bias(layer, part, softmax_scale, max(lengths)),
+                **cache.scales,
+            )
+            outputs.append(output)
+            start = stop
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of one sequence, and the cached tokens up to the last of them."""
+
+    row: int
+    queries: int
+    kv_length: int
+
+
+def cut_calls(
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    heads: int,
+    most_elements: int | None = None,
+) -> Iterator[list[Piece]]:
+    """Cut a batch, in its order, so that queries × heads × longest length stays in bounds.
+
+    One query is never cut. The queries of a sequence that are cut off see the same tokens as
+    before, for none of them sees a later one.
+    """
+    most = SCORE_BIAS_ELEMENTS if most_elements is None else most_elements
+    call: list[Piece] = []
+    tokens = longest = 0
+    for row, (queries, cached) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
+        step = max(1, most // (heads * max(cached, 1)))
+        for low in range(0, max(queries, 1), step):
+            high = min(low + step, queries)
+            piece = Piece(row, high - low, cached - queries + high)
+            reach = max(longest, piece.kv_length)
+            same_row = bool(call) and call[-1].row == row
+            if call and (same_row or (tokens + piece.queries) * heads * reach > most):
+                yield call
+                call, tokens, longest = [], 0, 0
+            call.append(piece)
+            tokens += piece.queries
+            longest = max(longest, piece.kv_length)
+    if call:
+        yield call
+
+
+@torch.inference_mode()
+def make_rotary_table(rotary_embedding: Any, head_dim: int, positions: Sequence[int]) -> Tensor:
+    """``[len(positions), D / 2, 2]`` float32 from the model's own rotary embedding.
+
+    So scaled frequencies (linear, llama3, yarn) and the factor that some of them put on cosine
+    and sine are in it.
+    """
+    device = rotary_embedding.inv_freq.device
+    like = torch.empty(0, dtype=torch.float32, device=device)
+    rows = []
+    for first in range(0, len(positions), _TABLE_ROWS):  # it makes twice as much on its way
+        index = torch.tensor(list(positions[first : first + _TABLE_ROWS]), device=device)
+        cosine, sine = rotary_embedding(like, index[None])
+        half = slice(0, head_dim // 2)
+        rows.append(torch.stack((cosine[0, :, half], sine[0, :, half]), -1))
+    return torch.cat(rows)

@@ -1,0 +1,111 @@
+"""Lets a model show that conditioned keys give the scores that its own keys give.
+
+A few tokens run through the model while attention returns zeros, so that what enters a layer does
+not depend on the layers before, and the queries and keys of every layer can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ascend_kv.geometry import ModelGeometry
+from ascend_kv.integrations.attention import STEP_KEYWORD
+from ascend_kv.integrations.key_offset import KeyOffset
+from ascend_kv.integrations.key_weights import find_attention
+
+Tensor = torch.Tensor
+
+# Rounding steps of the model's type by which a score may differ, of what it is summed from. Scales
+# alone change nothing; a large bias loses as much in the model's own sum, its cosines and sines.
+_ROUNDING_STEPS = 8
+
+
+class LayerKeys(NamedTuple):
+    """What one layer brought to attention."""
+
+    query: Tensor
+    """[T, H, D] after rotation"""
+    key: Tensor
+    """[T, N, D] after rotation"""
+    rotary_dim: int | None
+    """leading channels that are rotated; None where no cosine was handed to the layer"""
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int,
+    ) -> Tensor:
+        self.seen[layer] = query.clone(), key.clone()
+        return torch.zeros_like(query)
+
+
+def trial_positions(geometry: ModelGeometry) -> list[int]:
+    """Near and far, so that slow pairs turn too."""
+    last = geometry.max_position_tokens - 1
+    return sorted({0, min(1, last), last // 2, last})
+
+
+@torch.inference_mode()
+def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
+    """Queries and keys of every layer for a few tokens, with the weights as they are now."""
+    positions = trial_positions(geometry)
+    device = hf_model.device
+    recorder = _Recorder()
+    rotary_dims: dict[int, int] = {}
+
+    def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        cosine, _ = keywords.get("position_embeddings") or (None, None)
+        if cosine is not None:
+            rotary_dims[module.layer_idx] = cosine.shape[-1]
+
+    hooks = [
+        attention.register_forward_pre_hook(note, with_kwargs=True)
+        for attention, _ in find_attention(hf_model).values()
+    ]
+    try:
+        hf_model(
+            input_ids=torch.arange(len(positions), device=device)[None] % geometry.vocab_size,
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            **{STEP_KEYWORD: recorder},
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        layer: LayerKeys(query, key, rotary_dims.get(layer))
+        for layer, (query, key) in recorder.seen.items()
+    }
+
+
+@torch.inference_mode()
+def same_scores(layer: int, before: LayerKeys, after: LayerKeys, offset: KeyOffset | None) -> bool:
+    """Whether the scores of all queries with all keys are the same up to rounding.
+
+    The offset's table has a row for each of the trial's tokens.
+    """
+    key = after.key
+    if offset is not None:
+        key = offset.give_back(layer, key, torch.arange(len(key), device=key.device))
+    steps = _ROUNDING_STEPS * torch.finfo(before.key.dtype).eps
+    allowed = steps * _scores(before.query.abs(), before.key.abs()).max()
+    error = (_scores(after.query, key) - _scores(before.query, before.key)).abs().max()
+    return bool(error <= allowed)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """[N, G, T, T] in float32."""
+    tokens, kv_heads, dim = key.shape
+    grouped = query.float().view(tokens, kv_heads, -1, dim)
+    return torch.einsum("qngd,knd->ngqk", grouped, key.float())

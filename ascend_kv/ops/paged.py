@@ -1,0 +1,142 @@
+"""What the operators over the paged cache share: host checks, and gathering blocks.
+
+The checks look at shapes, types and host lists only, so that they cost microseconds and never
+synchronise a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ascend_kv.errors import UsageError
+from ascend_kv.formats import FLOAT_DTYPES
+
+Tensor = torch.Tensor
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
+    """The shape ``[K, N, S, D]`` that both caches must have."""
+    shape = key_cache.shape
+    if len(shape) != 4:
+        legal = "[blocks, kv_heads, block_size, head_dim]"
+        raise UsageError("key_cache", tuple(shape), legal)
+    if value_cache.shape != shape:
+        raise UsageError("value_cache", tuple(value_cache.shape), f"{tuple(shape)}, as key_cache")
+    return shape
+
+
+def check_scales(side: str, cache: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> None:
+    """Refuse scales that do not belong to ``cache``; ``side`` is ``key`` or ``value``."""
+    if cache.dtype is not torch.int8:
+        if cache.dtype not in FLOAT_DTYPES:
+            raise UsageError(f"{side}_cache", cache.dtype, (torch.int8, *FLOAT_DTYPES))
+        for name, given in (("scale", scale), ("zero_point", zero_point)):
+            if given is not None:
+                legal = f"None, {side}_cache is {cache.dtype}"
+                raise UsageError(f"{side}_{name}", tuple(given.shape), legal)
+        return
+    if scale is None:
+        raise UsageError(f"{side}_scale", None, f"a float32 tensor, {side}_cache is torch.int8")
+    _check_scale(f"{side}_scale", scale, cache.shape)
+    if zero_point is not None:
+        _check_scale(f"{side}_zero_point", zero_point, cache.shape)
+        if zero_point.shape != scale.shape:
+            legal = f"{tuple(scale.shape)}, as {side}_scale"
+            raise UsageError(f"{side}_zero_point", tuple(zero_point.shape), legal)
+
+
+def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size) -> None:
+    blocks, kv_heads, block_size, head_dim = cache_shape
+    shape = scale.shape
+    if is_grouped(scale, head_dim):
+        fits = shape[:3] == cache_shape[:3] and shape[3] > 0 and head_dim % shape[3] == 0
+    elif len(shape) == 3:
+        fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
+    else:
+        fits = len(shape) == 4 and shape[0] == shape[2] == 1 and shape[1] in (1, kv_heads)
+    if not fits:
+        legal = (
+            f"paged [{blocks}, {kv_heads} or 1, {block_size}], grouped [{blocks}, {kv_heads}, "
+            f"{block_size}, {head_dim} / group] or static [1, {kv_heads} or 1, 1, {head_dim} or 1]"
+        )
+        raise UsageError(name, tuple(shape), legal)
+    if scale.dtype is not torch.float32:
+        raise UsageError(name, scale.dtype, "torch.float32")
+
+
+def is_grouped(scale: Tensor, head_dim: int) -> bool:
+    """Paged scales ``[K, N, S, D / g]``: each for g channels of a vector, 1 < g < D."""
+    return scale.dim() == 4 and scale.shape[3] not in (1, head_dim)
+
+
+def is_paged(scale: Tensor, head_dim: int) -> bool:
+    """Scales that lie beside the cache, against static ones, ``[1, N or 1, 1, D or 1]``."""
+    return scale.dim() == 3 or is_grouped(scale, head_dim)
+
+
+def spread(scale: Tensor, head_dim: int) -> Tensor:
+    """Scales of groups ``[..., D / g]`` for each channel: ``[..., D]``."""
+    return scale.repeat_interleave(head_dim // scale.shape[-1], -1)
+
+
+def check_positions(name: str, positions: Tensor, cache_shape: torch.Size) -> None:
+    """Key positions lie beside the cache: int32 ``[K, N, S]``."""
+    if positions.shape != cache_shape[:3]:
+        raise UsageError(name, tuple(positions.shape), tuple(cache_shape[:3]))
+    if positions.dtype is not torch.int32:
+        raise UsageError(name, positions.dtype, "torch.int32")
+
+
+def check_tables(block_tables: Tensor, kv_lengths: Sequence[int], block_size: int) -> None:
+    """Every sequence has a row, and the row is long enough for its tokens."""
+    if block_tables.dim() != 2 or block_tables.shape[0] != len(kv_lengths):
+        legal = f"[{len(kv_lengths)}, blocks of the longest sequence]"
+        raise UsageError("block_tables", tuple(block_tables.shape), legal)
+    if block_tables.dtype not in (torch.int32, torch.int64):
+        raise UsageError("block_tables", block_tables.dtype, (torch.int32, torch.int64))
+    if not kv_lengths:
+        return
+    if min(kv_lengths) < 0:
+        raise UsageError("kv_lengths", min(kv_lengths), "0 or more tokens")
+    room = block_tables.shape[1] * block_size
+    if max(kv_lengths) > room:
+        legal = f"at most {room}, {block_tables.shape[1]} table entries of {block_size} tokens"
+        raise UsageError("kv_lengths", max(kv_lengths), legal)
+
+
+def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Blocks ``[b, n]`` of a cache ``[K, N, S, ...]``, converted: ``[b, N, n*S, ...]``.
+
+    Raises:
+        UsageError: a table entry names no block (seen on a CPU).
+    """
+    b, n = blocks.shape
+    num_blocks, heads, block_size, *rest = cache.shape
+    try:
+        taken = cache.index_select(0, blocks.reshape(-1))
+    except IndexError:
+        check_blocks(blocks, num_blocks)
+        raise
+    taken = taken.view(b, n, heads, block_size, *rest).transpose(1, 2)
+    taken = taken.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return taken.view(b, heads, n * block_size, *rest)
+
+
+def gather_tokens(
+    cache: Tensor, block: Tensor, offset: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Tokens ``[b, P]`` of a cache ``[K, N, S, ...]``, converted: ``[b, N, P, ...]``."""
+    taken = cache[block, :, offset].transpose(1, 2)
+    return taken.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def check_blocks(blocks: Tensor, num_blocks: int) -> None:
+    """Refuse table entries that name no block; on a CPU only, to synchronise no device."""
+    if blocks.device.type != "cpu" or blocks.numel() == 0:
+        return
+    low, high = (int(bound) for bound in blocks.aminmax())
+    if low < 0 or high >= num_blocks:
+        legal = f"block numbers 0 to {num_blocks - 1}"
+        raise UsageError("block_tables", low if low < 0 else high, legal)

@@ -1,0 +1,165 @@
+"""The device below the operators: which one, how much memory, which implementation serves.
+
+The only Python file that names torch_npu, and it does so only when an NPU is asked for, so that
+everything works where torch_npu is not installed. How ``paged_attention`` is said to the NPU's
+fused attention is in ``fused_attention``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ascend_kv import ops
+from ascend_kv.errors import RunError, UsageError
+from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
+from ascend_kv.ops.fused_execute import attend, routes_taken
+from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, has_kernel
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("npu", "cpu")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+# A library that is collected takes its kernels along.
+_npu_kernels: list[torch.library.Library] = []
+
+
+def find_device() -> str:
+    """``npu`` where torch_npu finds one, else ``cpu``.
+
+    Raises:
+        RunError: torch_npu is installed and does not load. That is never taken for a machine
+            without an NPU: whoever wants the CPU all the same asks for it by name.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        return "cpu"
+    if _torch_npu().npu.is_available():
+        return "npu"
+    _say_once("torch_npu is installed but finds no NPU: using the CPU")
+    return "cpu"
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is unknown, or that is not here.
+
+    Raises:
+        UsageError: not one of ``DEVICES``, or no NPU here.
+        RunError: as ``find_device``.
+    """
+    if device not in DEVICES:
+        raise UsageError("device", device, (*DEVICES, "auto"))
+    if device == "npu" and find_device() != "npu":
+        raise UsageError("device", device, "cpu, there is no NPU here")
+
+
+def device_name(device: str) -> str:
+    """The name ``devices.get_device`` knows the device by: ``cpu`` or the chip, ``910B3``."""
+    if device == "cpu":
+        return "cpu"
+    name: str = _torch_npu().npu.get_device_name()
+    return name.removeprefix("Ascend")
+
+
+def synchronize(device: str) -> None:
+    """Wait until all that was given to the device is done; on the CPU it already is."""
+    if device == "npu":
+        _torch_npu().npu.synchronize()
+
+
+def free_memory_bytes(device: str) -> int:
+    """Memory that may still be allocated: the NPU's own, or the machine's."""
+    return _memory_bytes(device)[0]
+
+
+def total_memory_bytes(device: str) -> int:
+    """All memory of the NPU, or of the machine (of the container, where it has a limit)."""
+    return _memory_bytes(device)[1]
+
+
+def implementations(device: str | None = None) -> dict[str, str]:
+    """For each operator what serves it on ``device``: ``native`` code or the ``reference``."""
+    where = find_device() if device is None else device
+    return {name: "native" if has_kernel(name, where) else "reference" for name in ops.__all__}
+
+
+def register_npu_operators() -> bool:
+    """Let CANN's fused attention serve ``paged_attention`` on the NPU; whether it does so now.
+
+    Does something once, and only where torch_npu is loaded and has the functions. It is called
+    when the operators are imported, and when torch_npu is loaded after them.
+    """
+    library = sys.modules.get("torch_npu")
+    if not all(hasattr(library, name) for name in (FUNCTION, FUNCTION_V2)):
+        return False
+    if has_kernel("paged_attention", "npu"):
+        return True
+
+    def paged_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend(library, *args, **kwargs)
+
+    kernels = torch.library.Library(NAMESPACE, "IMPL")
+    kernels.impl("paged_attention", paged_attention, DISPATCH_KEYS["npu"])
+    _npu_kernels.append(kernels)
+    return True
+
+
+def attention_routes() -> dict[str, int]:
+    """How often ``paged_attention`` went which way on the NPU, with the reason where not paged."""
+    return dict(routes_taken)
+
+
+def _torch_npu() -> ModuleType:
+    try:
+        module = importlib.import_module("torch_npu")
+    except Exception as error:  # a library of CANN that is missing is an OSError
+        raise RunError(
+            f"torch_npu is installed but does not load ({type(error).__name__}: {error}). "
+            "Source CANN's set_env.sh, uninstall torch_npu, or ask for the device cpu"
+        ) from error
+    register_npu_operators()
+    return module
+
+
+@lru_cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _memory_bytes(device: str) -> tuple[int, int]:
+    """Free and total."""
+    if device == "npu":
+        free, total = _torch_npu().npu.mem_get_info()
+        return int(free), int(total)
+    free, total = _machine_memory_bytes()
+    limit, used = (_read_bytes(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None and limit < total:
+        return max(0, min(free, limit - used)), limit
+    return free, total
+
+
+def _machine_memory_bytes() -> tuple[int, int]:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:  # not Linux: what is free is not told, so all of it counts
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    kibibytes = {name: int(rest.split()[0]) for name, rest in (x.split(":") for x in lines)}
+    return kibibytes["MemAvailable"] * 1024, kibibytes["MemTotal"] * 1024
+
+
+def _read_bytes(path: Path) -> int | None:
+    """A cgroup figure; None where there is none or it says ``max``."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

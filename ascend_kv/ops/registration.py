@@ -1,0 +1,38 @@
+"""Registers an operator with torch: schema, reference and fake function in one call.
+
+The reference is registered under CompositeExplicitAutograd, so it serves every device until a
+kernel registers itself for the CPU or for PrivateUse1 (the NPU); the dispatcher then prefers
+the kernel. The C++ side only adds implementations (``TORCH_LIBRARY_IMPL``): the schema stands
+once, in Python. The operators are for inference: no gradient flows through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "ascend_kv"
+DISPATCH_KEYS = {"cpu": "CPU", "npu": "PrivateUse1"}
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def register(
+    schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Define ``ascend_kv::<schema>`` and return what the Python wrapper calls."""
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # weights that ask for gradients must not turn the cache into a graph that never ends
+    _library.impl(name, torch.no_grad()(reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+def has_kernel(name: str, device: str) -> bool:
+    """Whether a kernel of its own, not the reference, serves an operator on ``cpu`` or ``npu``."""
+    key = DISPATCH_KEYS[device]
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+    return has

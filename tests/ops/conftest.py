@@ -1,0 +1,133 @@
+"""Paged caches for the tests of operators, poisoned wherever no token lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from oracle import PagedSide
+
+from ascend_kv.formats import FLOAT_DTYPES
+
+Tensor = torch.Tensor
+GARBAGE = (-1, 2**31 - 1, -(2**31), 12345678)
+
+
+class Cache(NamedTuple):
+    """A paged cache with the tokens of some sequences in it, as operators and oracle want it."""
+
+    tensors: tuple[Tensor, Tensor]  # key_cache, value_cache
+    scales: dict[str, Tensor]  # the operators' keywords
+    tables: Tensor
+    kv_lengths: list[int]
+
+    @property
+    def sides(self) -> tuple[PagedSide, PagedSide]:
+        """Keys and values for the oracle."""
+        sides = []
+        for name, cache in zip(("key", "value"), self.tensors, strict=True):
+            parameters = [self.scales.get(f"{name}_{x}") for x in ("scale", "zero_point")]
+            arrays = (None if x is None else x.numpy() for x in parameters)
+            sides.append(PagedSide(cache.to(torch.float32).numpy(), *arrays))
+        return sides[0], sides[1]
+
+
+def make_tables(kv_lengths: Sequence[int], block_size: int, spare: int = 2) -> tuple[Tensor, int]:
+    """Shuffled block tables whose unused entries name no block, and the number of blocks."""
+    counts = [-(-length // block_size) for length in kv_lengths]
+    num_blocks = sum(counts) + spare
+    free = torch.randperm(num_blocks).tolist()
+    width = max(counts, default=0) + 1
+    tables = torch.empty(len(counts), width, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        entries = [free.pop() for _ in range(count)]
+        entries += [GARBAGE[(row + i) % len(GARBAGE)] for i in range(width - count)]
+        tables[row] = torch.tensor(entries, dtype=torch.int32)
+    return tables, num_blocks
+
+
+def used_slots(tables: Tensor, kv_lengths: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
+    """Block and offset of every cached token."""
+    slots = [
+        (int(tables[row, token // block_size]), token % block_size)
+        for row, length in enumerate(kv_lengths)
+        for token in range(length)
+    ]
+    pairs = torch.tensor(slots, dtype=torch.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def make_cache(
+    kv_lengths: Sequence[int],
+    *,
+    kv_heads: int = 2,
+    block_size: int = 16,
+    dim: int = 64,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token_head",
+    symmetric: bool = True,
+) -> Cache:
+    """Random tokens in a cache that is NaN (codes: garbage) everywhere else.
+
+    ``granularity`` token_head and token keep a scale for each token; head and channel are
+    static.
+    """
+    tables, num_blocks = make_tables(kv_lengths, block_size)
+    block, offset = used_slots(tables, kv_lengths, block_size)
+    shape = (num_blocks, kv_heads, block_size, dim)
+    scales: dict[str, Tensor] = {}
+    caches = []
+    for side in ("key", "value"):
+        if dtype in FLOAT_DTYPES:
+            cache = torch.full(shape, torch.nan, dtype=dtype)
+            cache[block, :, offset] = torch.randn(len(block), kv_heads, dim).to(dtype)
+        else:
+            cache = torch.randint(-128, 128, shape, dtype=torch.int8)
+            names = ("scale",) if symmetric else ("scale", "zero_point")
+            for name in names:
+                scales[f"{side}_{name}"] = _parameter(name, shape, granularity, block, offset)
+        caches.append(cache)
+    return Cache((caches[0], caches[1]), scales, tables, list(kv_lengths))
+
+
+def _parameter(
+    name: str, shape: tuple[int, ...], granularity: str, block: Tensor, offset: Tensor
+) -> Tensor:
+    blocks, heads, block_size, dim = shape
+
+    def draw(*size: int) -> Tensor:
+        return torch.rand(*size) * 0.03 + 0.001 if name == "scale" else torch.randn(*size)
+
+    if granularity in ("layer", "head", "channel"):
+        return draw(
+            1, 1 if granularity == "layer" else heads, 1, 1 if granularity != "channel" else dim
+        )
+    heads = heads if granularity == "token_head" else 1
+    paged = torch.full((blocks, heads, block_size), torch.nan)
+    paged[block, :, offset] = draw(len(block), heads)
+    return paged
+
+
+@pytest.fixture
+def cache_with() -> Callable[..., Cache]:
+    """``make_cache``, for the tests."""
+    return make_cache
+
+
+@pytest.fixture
+def tables_for() -> Callable[..., tuple[Tensor, int]]:
+    """``make_tables``, for the tests."""
+    return make_tables
+
+
+@pytest.fixture
+def opcheck() -> Callable[..., Any]:
+    """torch's own check of schema, fake function and dispatch of an operator."""
+
+    def check(name: str, *args: Any, **kwargs: Any) -> None:
+        operator = getattr(torch.ops.ascend_kv, name).default
+        torch.library.opcheck(operator, args, kwargs)
+
+    return check

@@ -1,0 +1,368 @@
+"""kv_cache_store: the bytes it writes, and the bytes it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from ascend_kv import ops
+from ascend_kv.errors import UsageError
+from ascend_kv.geometry import format_spec
+
+K, N, S = 7, 2, 16
+
+
+class Target:
+    """Caches and parameters full of garbage, and a copy of it to see what changed."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.int8,
+        granularity: str = "token_head",
+        symmetric: bool = True,
+        dim: int = 40,
+        block_size: int = S,
+    ) -> None:
+        shape = (K, N, block_size, dim)
+        if dtype == torch.int8:
+            self.caches = [torch.randint(-128, 128, shape, dtype=dtype) for _ in range(2)]
+        else:
+            self.caches = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
+        self.scales: dict[str, torch.Tensor] = {}
+        if dtype == torch.int8:
+            heads = N if granularity == "token_head" else 1
+            for name in ("scale",) if symmetric else ("scale", "zero_point"):
+                for side in ("key", "value"):
+                    self.scales[f"{side}_{name}"] = torch.full((K, heads, block_size), math.nan)
+        self.before = [x.clone() for x in self]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.caches
+        yield from self.scales.values()
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, **options: Any
+    ) -> None:
+        ops.kv_cache_store(key, value, *self.caches, slots, **self.scales, **options)
+
+    def assert_only_written(self, slots: torch.Tensor) -> None:
+        """What lies in other slots is still the garbage of before, bit for bit."""
+        for now, before in zip(self, self.before, strict=True):
+            untouched = torch.ones(K * now.shape[2], dtype=torch.bool)
+            untouched[slots[slots >= 0].long()] = False
+            untouched = untouched.view(K, now.shape[2])
+            left, was = (x.transpose(1, 2)[untouched] for x in (now, before))
+            assert bytes_of(left) == bytes_of(was)
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x).view(torch.uint8).numpy().tobytes()
+
+
+def draw(tokens: int, dim: int = 40, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [(torch.randn(tokens, N, dim) * 3).to(dtype) for _ in range(2)]
+
+
+def slots_for(tokens: int, block_size: int = S) -> torch.Tensor:
+    return torch.randperm(K * block_size)[:tokens]
+
+
+def assert_quantized(target: Target, inputs: list[torch.Tensor], slots: torch.Tensor) -> None:
+    """Codes, scales and zero points are the oracle's, exactly."""
+    block_size = target.caches[0].shape[2]
+    for side, x, cache in zip(("key", "value"), inputs, target.caches, strict=True):
+        scale = target.scales[f"{side}_scale"]
+        zero_point = target.scales.get(f"{side}_zero_point")
+        granularity = "token_head" if scale.shape[1] == N else "token"
+        dense = x.float().numpy().transpose(1, 0, 2)[None]
+        codes, scales, zeros = oracle.quantize(dense, granularity, zero_point is None)
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            place = (slot // block_size, slice(None), slot % block_size)
+            np.testing.assert_array_equal(cache[place].numpy(), codes[0, :, token])
+            np.testing.assert_array_equal(scale[place].numpy(), scales[0, :, token, 0])
+            if zero_point is not None:
+                np.testing.assert_array_equal(zero_point[place].numpy(), zeros[0, :, token, 0])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize("granularity", ["token", "token_head"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8(tokens: int, granularity: str, symmetric: bool) -> None:
+    target = Target(granularity=granularity, symmetric=symmetric)
+    inputs, slots = draw(tokens), slots_for(tokens)
+    target.store(*inputs, slots)
+    assert_quantized(target, inputs, slots)
+    target.assert_only_written(slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_types(dtype: torch.dtype, stored: torch.dtype) -> None:
+    target = Target(stored)
+    inputs, slots = draw(7, dtype=dtype), slots_for(7)
+    target.store(*inputs, slots)
+    target.assert_only_written(slots)
+    if stored == torch.int8:
+        assert_quantized(target, inputs, slots)
+        return
+    for x, cache in zip(inputs, target.caches, strict=True):
+        assert torch.equal(cache[slots // S, :, slots % S], x.to(stored))
+
+
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+def test_sizes(dim: int, block_size: int) -> None:
+    target = Target(dim=dim, block_size=block_size)
+    tokens = min(33, K * block_size)
+    inputs, slots = draw(tokens, dim), slots_for(tokens, block_size)
+    target.store(*inputs, slots)
+    assert_quantized(target, inputs, slots)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float16])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_skipped_slots_write_nothing(stored: torch.dtype, slot_dtype: torch.dtype) -> None:
+    target = Target(stored)
+    inputs, slots = draw(7), slots_for(7).to(slot_dtype)
+    slots[[0, 3, 6]] = -1
+    inputs[0][3], inputs[1][0] = math.nan, math.inf
+    target.store(*inputs, slots)
+    target.assert_only_written(slots)
+    kept = slots >= 0
+    if stored == torch.int8:
+        assert_quantized(target, [x[kept] for x in inputs], slots[kept])
+    else:
+        where = slots[kept].long()
+        assert torch.equal(target.caches[1][where // S, :, where % S], inputs[1][kept].half())
+
+
+def test_all_slots_skipped() -> None:
+    target = Target()
+    target.store(*draw(3), torch.full((3,), -1))
+    target.assert_only_written(torch.empty(0))
+
+
+def test_strided_input_and_caches() -> None:
+    slots = slots_for(7)
+    heads_first = [torch.randn(N, 7, 40).transpose(0, 1) for _ in range(2)]
+    target, strided = Target(), Target()
+    strided.caches = [torch.stack((x, x), 1)[:, 1] for x in strided.caches]
+    strided.scales = {name: torch.stack((x, x), 1)[:, 1] for name, x in strided.scales.items()}
+    for each in (target, strided):
+        each.store(*heads_first, slots)
+        assert_quantized(each, heads_first, slots)
+    assert not strided.caches[0].is_contiguous()
+
+
+def test_every_token_has_its_own_scale() -> None:
+    """A later, larger token must not clip, nor change an earlier one."""
+    target = Target()
+    slots = slots_for(2)
+    small, large = draw(1), [x * 1000 for x in draw(1)]
+    target.store(*small, slots[:1])
+    kept = [x.clone() for x in target]
+    target.store(*large, slots[1:])
+    first = (int(slots[0]) // S, slice(None), int(slots[0]) % S)
+    for now, before in zip(target, kept, strict=True):
+        assert torch.equal(now[first], before[first])
+    assert_quantized(target, large, slots[1:])
+
+
+def test_static_scale_for_each_head_saturates() -> None:
+    target = Target()
+    scale = torch.tensor([0.01, 0.5]).view(1, N, 1, 1)
+    key, value = draw(7)
+    slots = slots_for(7)
+    for name in ("key_scale", "value_scale"):
+        target.scales[name] = scale.clone()
+    target.store(key, value, slots, dynamic=False)
+    stored = target.caches[0][slots // S, :, slots % S]
+    for n, step in enumerate((0.01, 0.5)):
+        expected = oracle.quantize_static(key[:, n].ravel().tolist(), np.float32(step), 0, True)
+        assert stored[:, n].ravel().tolist() == expected
+    assert stored[:, 0].abs().max() == 127
+    assert torch.equal(target.scales["key_scale"], scale)
+
+
+@pytest.mark.parametrize("channel", [False, True])
+def test_static_and_asymmetric(channel: bool) -> None:
+    target = Target()
+    shape = (1, N, 1, 40) if channel else (1, 1, 1, 1)
+    scale, zero_point = torch.rand(shape) * 0.05 + 0.01, torch.randn(shape)
+    key, value = draw(5)
+    slots = slots_for(5)
+    target.scales = dict.fromkeys(("key_scale", "value_scale"), scale)
+    target.scales |= dict.fromkeys(("key_zero_point", "value_zero_point"), zero_point)
+    target.store(key, value, slots, dynamic=False)
+    stored = target.caches[1][slots // S, :, slots % S]
+    steps, zeros = (np.broadcast_to(x.numpy()[:, :, 0], (5, N, 40)) for x in (scale, zero_point))
+    for place in np.ndindex(5, N, 40):
+        wanted = oracle.quantize_static([value[place].item()], steps[place], zeros[place], False)
+        assert int(stored[place]) == wanted[0]
+
+
+@pytest.mark.parametrize("granularity", ["token", "token_head"])
+def test_static_scales_of_each_slot_are_read(granularity: str) -> None:
+    target = Target(granularity=granularity)
+    slots = slots_for(5)
+    for scale in target.scales.values():
+        scale[slots // S, :, slots % S] = torch.rand(5, scale.shape[1]) * 0.1 + 0.01
+    given = {name: scale.clone() for name, scale in target.scales.items()}
+    key, value = draw(5)
+    target.store(key, value, slots, dynamic=False)
+    for token, slot in enumerate(slots.tolist()):
+        for n in range(N):
+            scale = given["key_scale"][slot // S, n % given["key_scale"].shape[1], slot % S]
+            wanted = oracle.quantize_static(key[token, n].tolist(), scale.numpy(), 0, True)
+            assert target.caches[0][slot // S, n, slot % S].tolist() == wanted
+    for name, scale in target.scales.items():
+        np.testing.assert_array_equal(scale.numpy(), given[name].numpy())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nan_and_infinity_poison_their_own_vector(bad: float, symmetric: bool) -> None:
+    target = Target(symmetric=symmetric)
+    key, value = draw(3)
+    key[1, 0, 5] = bad
+    slots = slots_for(3)
+    target.store(key, value, slots)
+    place = (int(slots[1]) // S, 0, int(slots[1]) % S)
+    assert math.isnan(target.scales["key_scale"][place])
+    assert not target.caches[0][place].any()
+    assert_quantized(target, [key, value], slots)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_nan_is_refused_where_it_cannot_be_marked(bad: float, side: int) -> None:
+    target = Target()
+    target.scales = dict.fromkeys(("key_scale", "value_scale"), torch.ones(1, 1, 1, 1))
+    inputs = draw(3)
+    inputs[side][0, 0, 0] = bad
+    with pytest.raises(UsageError) as error:
+        target.store(*inputs, slots_for(3), dynamic=False)
+    assert error.value.field == ("key", "value")[side]
+    for now, before in zip(target.caches, target.before[:2], strict=True):
+        assert torch.equal(now, before)
+
+
+def test_half_overflows_to_infinity() -> None:
+    target = Target(torch.float16)
+    key, value = draw(1)
+    key[0, 0, :3] = torch.tensor([65504.0, 65520.0, -1e30])
+    target.store(key, value, torch.tensor([5]))
+    assert target.caches[0][0, 0, 5, :3].tolist() == [65504.0, math.inf, -math.inf]
+
+
+def test_positions() -> None:
+    target = Target()
+    inputs, slots = draw(4), slots_for(4)
+    slots[2] = -1
+    places = torch.full((K, N, S), -7, dtype=torch.int32)
+    target.store(*inputs, slots, key_positions=places, positions=torch.tensor([10, 11, 12, 13]))
+    wanted = torch.full((K, N, S), -7, dtype=torch.int32)
+    for token in (0, 1, 3):
+        wanted[int(slots[token]) // S, :, int(slots[token]) % S] = 10 + token
+    assert torch.equal(places, wanted)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bytes(symmetric: bool) -> None:
+    """One vector of four values in slot 3 (block 1, offset 1), to the byte."""
+    caches = [torch.zeros(2, 1, 2, 4, dtype=torch.int8) for _ in range(2)]
+    names = ("key_scale", "value_scale")
+    names += () if symmetric else ("key_zero_point", "value_zero_point")
+    scales = {name: torch.zeros(2, 1, 2) for name in names}
+    x = torch.tensor([[[2.0, -1.0, 0.5, 127.0]]])
+    if not symmetric:
+        x = torch.tensor([[[0.0, 255.0, 1.5, 2.5]]])
+    ops.kv_cache_store(x, x, *caches, torch.tensor([3]), **scales)
+    if symmetric:  # scale 1.0; 0.5 rounds to even
+        codes, scale = bytes.fromhex("02ff007f"), bytes.fromhex("0000803f")
+    else:  # scale 1.0, zero point 128; -126.5 and -125.5 round to even
+        codes, scale = bytes.fromhex("807f8282"), bytes.fromhex("0000803f")
+        assert bytes_of(scales["key_zero_point"]) == bytes(12) + bytes.fromhex("00000043")
+    assert bytes_of(caches[0]) == bytes_of(caches[1]) == bytes(12) + codes
+    assert bytes_of(scales["key_scale"]) == bytes_of(scales["value_scale"]) == bytes(12) + scale
+
+
+@pytest.mark.parametrize("granularity", ["token", "token_head"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["int8", "float16", "bfloat16", "float32"])
+def test_storage_is_what_the_format_says(name: str, granularity: str, symmetric: bool) -> None:
+    spec = format_spec(name, granularity, symmetric)
+    target = Target(getattr(torch, name), granularity, symmetric, dim=80, block_size=24)
+    target.store(*draw(9, 80), slots_for(9, 24))
+    assert sum(x.nbytes for x in target) == K * 24 * spec.token_bytes(N, 80)
+
+
+def test_opcheck(opcheck: Any) -> None:
+    slots = torch.tensor([5, -1, 9])
+    places = {"key_positions": torch.zeros(K, N, S, dtype=torch.int32), "positions": slots}
+    for stored, granularity, symmetric, extra in (
+        (torch.int8, "token_head", True, {}),
+        (torch.int8, "token", False, places),
+        (torch.float16, "token_head", True, {}),
+    ):
+        target = Target(stored, granularity, symmetric, dim=8)
+        opcheck("kv_cache_store", *draw(3, 8), *target.caches, slots, **target.scales, **extra)
+    static = {name: torch.ones(1, 1, 1, 1) for name in ("key_scale", "value_scale")}
+    target = Target(dim=8)
+    opcheck("kv_cache_store", *draw(3, 8), *target.caches, slots, **static, dynamic=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("key", {"key": torch.randn(3, N, 8)}),
+        ("key", {"key": torch.randn(3, N + 1, 40)}),
+        ("key", {"key": torch.zeros(3, N, 40, dtype=torch.int8)}),
+        ("value", {"value": torch.randn(4, N, 40)}),
+        ("value", {"value": torch.randn(3, N, 40, dtype=torch.float64)}),
+        ("key_cache", {"key_cache": torch.zeros(K, N, S * 40, dtype=torch.int8)}),
+        ("value_cache", {"value_cache": torch.zeros(K, N, S, 8, dtype=torch.int8)}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([1, 2])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([1.0, 2.0, 3.0])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([1, -2, 3])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([1, K * S, 3])}),
+        ("key_scale", {"key_scale": None}),
+        ("value_scale", {"value_scale": torch.zeros(K, N, S + 1)}),
+        ("key_scale", {"key_scale": torch.zeros(K, N, S, dtype=torch.float16)}),
+        ("key_zero_point", {"key_zero_point": torch.zeros(K, 1, S)}),
+        ("dynamic", {"key_scale": torch.ones(1, 1, 1, 1)}),
+        ("positions", {"key_positions": torch.zeros(K, N, S, dtype=torch.int32)}),
+        ("key_positions", {"positions": torch.arange(3)}),
+        (
+            "positions",
+            {
+                "key_positions": torch.zeros(K, N, S, dtype=torch.int32),
+                "positions": torch.arange(4),
+            },
+        ),
+    ],
+)
+def test_mistakes_name_the_argument(field: str, change: dict[str, Any]) -> None:
+    target = Target()
+    key, value = draw(3)
+    legal = {
+        "key": key,
+        "value": value,
+        "key_cache": target.caches[0],
+        "value_cache": target.caches[1],
+        "slot_mapping": torch.tensor([1, 2, 3]),
+        **target.scales,
+    }
+    with pytest.raises(UsageError) as error:
+        ops.kv_cache_store(**{**legal, **change})
+    assert error.value.field == field
+    for now, before in zip(target, target.before, strict=True):
+        assert bytes_of(now) == bytes_of(before)

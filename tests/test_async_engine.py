@@ -1,0 +1,110 @@
+"""Streams over one engine: concurrent, cancelled, refused, failing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from test_engine import SlotModel, expected, greedy
+
+from ascend_kv.cache.tables import PagedTables
+from ascend_kv.config import SchedulerConfig
+from ascend_kv.engine.async_engine import AsyncEngine
+from ascend_kv.engine.engine import Engine
+from ascend_kv.errors import UsageError
+
+
+def make() -> tuple[AsyncEngine, Engine, PagedTables]:
+    tables = PagedTables(64, 4)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16)
+    engine = Engine(SlotModel(tables), tables, config)
+    return AsyncEngine(engine), engine, tables
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, timeout=30))
+
+
+async def collect(engine: AsyncEngine, name: str, prompt: list[int], count: int) -> list[list[int]]:
+    return [
+        output.outputs[0].token_ids async for output in engine.generate(name, prompt, greedy(count))
+    ]
+
+
+def test_concurrent_streams_share_batches_and_grow_token_by_token() -> None:
+    stream, engine, tables = make()
+
+    async def main() -> list[list[list[int]]]:
+        return await asyncio.gather(*(collect(stream, str(i), [i] * 5, 7) for i in range(6)))
+
+    for index, lists in enumerate(run(main())):
+        want = expected([index] * 5, 7)
+        assert lists == [want[: n + 1] for n in range(7)]
+    assert max(step.running for step in engine.stats.steps) > 1
+    assert tables.stats().used_blocks == 0
+
+
+def test_leaving_early_frees_the_request_and_the_others_go_on() -> None:
+    stream, engine, tables = make()
+
+    async def leave() -> None:
+        generation = stream.generate("left", [1, 2], greedy(50))
+        async for _ in generation:
+            break
+        await generation.aclose()
+
+    async def main() -> list[list[int]]:
+        kept, _ = await asyncio.gather(collect(stream, "kept", [3], 20), leave())
+        return kept
+
+    assert run(main())[-1] == expected([3], 20)
+    assert not engine.has_unfinished_requests()
+    assert tables.stats().used_blocks == 0
+
+
+def test_cancelling_a_task_aborts_its_request() -> None:
+    stream, engine, _ = make()
+
+    async def main() -> None:
+        task = asyncio.create_task(collect(stream, "x", [1], 60))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await collect(stream, "y", [2], 3) == [expected([2], n) for n in (1, 2, 3)]
+
+    run(main())
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_refused_request_raises_where_it_was_asked_for() -> None:
+    stream, _, _ = make()
+
+    async def main() -> list[list[int]]:
+        with pytest.raises(UsageError, match="an empty prompt"):
+            await collect(stream, "bad", [], 3)
+        return await collect(stream, "good", [5], 2)
+
+    assert run(main())[-1] == expected([5], 2)
+
+
+def test_a_failing_model_is_heard_of_by_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, engine, tables = make()
+
+    async def main() -> list[Any]:
+        def fail(batch: Any) -> None:
+            raise RuntimeError("device lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "forward", fail)
+            failed = await asyncio.gather(
+                *(collect(stream, str(i), [i + 1], 3) for i in range(2)), return_exceptions=True
+            )
+        return [*failed, await collect(stream, "again", [5], 2)]
+
+    first, second, again = run(main())
+    assert str(first) == str(second) == "device lost"
+    assert again[-1] == expected([5], 2)
+    assert tables.stats().used_blocks == 0

@@ -1,0 +1,211 @@
+"""The command line: exit codes, messages without tracebacks, and the two commands end to end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench_fixture import make_model_with_tokenizer, make_result, write_recipe
+from tiny_models import make_model
+
+import ascend_kv
+from ascend_kv import cli
+from ascend_kv.evaluate import main_job
+
+PLAN = ["--memory", "1MB", "--max-model-len", "64", "--prompt", "20", "--output", "12"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_with_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "recipe.yaml")
+
+
+def test_bench_end_to_end(
+    model: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", str(recipe), "--model", str(model), "--device", "cpu", "--quick"]
+    output = tmp_path / "out"
+    assert cli.main([*arguments, "--output", str(output), "--json"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)  # nothing else is on standard output
+    assert result == json.loads((output / "report.json").read_text())
+    assert result["complete"] and result["quick"] and result["workload"]["requests"] == 6
+    assert len(result["schemes"]) == 5
+    assert "Throughput under one KV budget" in printed.err
+    names = {entry.name for entry in output.iterdir()}
+    plots = {"throughput.png", "memory.png", "utilisation.png"}
+    assert names == {"report.md", "report.json"} | plots
+
+
+def test_tables_go_to_standard_output_and_the_report_beside_the_user(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main_job, "run_main_job", lambda *_: make_result())
+    assert cli.main(["bench", str(recipe)]) == 0
+    printed = capsys.readouterr()
+    assert "Throughput under one KV budget" in printed.out
+    assert "Throughput" not in printed.err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "report.md").exists() and str(run.relative_to(tmp_path)) in printed.err
+
+
+def test_a_disk_that_fills_up_costs_the_report_but_not_the_tables(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(main_job, "run_main_job", lambda *_: make_result())
+    monkeypatch.setattr(os, "replace", full_disk)
+    assert cli.main(["bench", str(recipe), "--output", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert "2.50x" in printed.out
+    assert "No space left on device" in printed.err and "Traceback" not in printed.err
+
+
+def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main_job, "run_main_job", lambda *_: pytest.fail("too late"))
+    assert cli.main(["bench", str(recipe), "--output", str(recipe / "below")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["bench", "RECIPE", "--model", "/no/such/model"], 2, "model: got '/no/such/model'"),
+        (["bench", "/no/such.yaml"], 2, "recipe: got '/no/such.yaml'"),
+        (["bench", "RECIPE", "--text", "/no/such.txt"], 2, "text: got '/no/such.txt'"),
+        (["plan", "MODEL", "--memory", "lots"], 2, "--memory: got 'lots'"),
+        (["plan", "MODEL", *PLAN, "--memory", "1KB"], 2, "kv_cache_memory_bytes"),
+        (["plan", "MODEL", *PLAN, "--formats", "int3"], 2, "kv_cache_dtype: got 'int3'"),
+        (["plan", "MODEL", *PLAN, "--granularity", "row"], 2, "granularity: got 'row'"),
+        (["plan", "MODEL", *PLAN, "--device", "910C"], 2, "device: got '910C'"),
+        (["plan", "MODEL", *PLAN, "--device", "910B1", "--block-size", "24"], 2, "block_size"),
+        (["plan", "MODEL", *PLAN, "--max-model-len", "9999"], 2, "--max-model-len: got 9999"),
+        (["plan", "MODEL", *PLAN, "--prompt", "60"], 2, "lengths"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_a_code(
+    arguments: list[str],
+    code: int,
+    message: str,
+    model: Path,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {"RECIPE": str(recipe), "MODEL": str(model)}
+    assert cli.main([places.get(argument, argument) for argument in arguments]) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 1, "/x/y: No space left"),
+        (ascend_kv.RunError("it broke"), 1, "ascend-kv: it broke"),
+        (ascend_kv.UsageError("a", "b", "c"), 2, "a: got 'b'; legal: c"),
+        (ZeroDivisionError("by zero"), 1, "unexpected ZeroDivisionError: by zero"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    message: str,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_job, "run_main_job", fail)
+    arguments = ["bench", str(recipe), "--output", str(tmp_path / "out")]
+    assert cli.main(arguments) == code
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+    monkeypatch.setenv("ASCEND_KV_DEBUG", "1")
+    cli.main(arguments)
+    assert ("Traceback" in capsys.readouterr().err) == (code != 130)
+    monkeypatch.setenv("ASCEND_KV_DEBUG", "0")
+    cli.main([*arguments, "--debug"])
+    assert ("Traceback" in capsys.readouterr().err) == (code != 130)
+
+
+@pytest.mark.parametrize("arguments", [[], ["tune"], ["bench"], ["bench", "x", "--fast"]])
+def test_unknown_commands_and_options_are_usage_errors(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["bench", "plan"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Examples:" in shown and f"  ascend-kv {command} " in shown
+
+
+def test_plan_counts_sequences(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(model), *PLAN, "--block-size", "4"]) == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {" ".join(row[:2]): row[2:] for row in cells if len(row) > 8}
+    # 3 layers, 2 KV heads of 8: 192 bytes a token in half precision, 96 + 48 of scales in INT8
+    assert rows["paged float16"][0] == "192"
+    assert rows["paged int8/token_head"][0] == "144"
+    # 1,000,000 bytes // (4 x 192) = 1,302 blocks; 16 blocks hold 64 tokens, 8 hold the 31 that
+    # are stored of 20 + 12
+    assert rows["paged float16"][1:4] == ["1,302", "of", "4"]
+    assert rows["contiguous float16"][-3:] == ["81", "81.0", "81.0"]
+    assert rows["paged float16"][-3:-1] == ["81", "162.8"]
+
+
+def test_plan_explains_both_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path)
+    assert cli.main(["plan", str(tmp_path), *PLAN, "--explain"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 x 3 layers x 2 KV heads x 8 x 2 bytes = 192 bytes a token" in shown
+    assert "2 x 3 layers x 6 heads x 8 x 2 bytes = 576 bytes a token" in shown
+    assert shown.count("If every query head kept its own key") == 1
+
+
+def test_plan_loads_no_torch(model: Path) -> None:
+    code = (
+        "import sys; from ascend_kv.cli import main; "
+        f"main(['plan', {str(model)!r}, *{PLAN}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_installed_command_says_its_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ascend_kv.cli", "--version"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == f"ascend-kv {ascend_kv.__version__}\n"

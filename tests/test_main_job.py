@@ -1,0 +1,304 @@
+"""The main job on a tiny model: what is measured adds up, and what is wrong is said early."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bench_fixture import RECIPE, make_model_with_tokenizer, write_recipe
+from rich.console import Console
+
+from ascend_kv.errors import RunError, UsageError
+from ascend_kv.evaluate import main_job
+from ascend_kv.evaluate.console import Log
+from ascend_kv.evaluate.factors import find_factors
+from ascend_kv.evaluate.main_job import run_main_job
+from ascend_kv.evaluate.recipe import BenchRecipe, load_recipe
+from ascend_kv.evaluate.results import BenchResult, SchemeResult
+
+REPOSITORY = Path(__file__).parents[1]
+ELEMENTS = 3 * 2 * 8  # layers, KV heads and head_dim of the tiny model
+
+
+class Run:
+    """One run of the main job and how its result looked after every part."""
+
+    def __init__(self, model: Path, recipe: BenchRecipe) -> None:
+        self.saved: list[tuple[int, bool, int, int, bool]] = []
+        self.said = io.StringIO()
+        self.recipe = replace(recipe, model=str(model), device="cpu")
+        log = Log(Console(file=self.said, width=200))
+        self.result = run_main_job(self.recipe, None, False, log, self.note)
+
+    def note(self, result: BenchResult) -> None:
+        quality = len(result.perplexity.formats) if result.perplexity else 0
+        self.saved.append(
+            (
+                len(result.schemes),
+                result.sweep is not None,
+                quality,
+                len(result.samples),
+                result.complete,
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_with_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = write_recipe(tmp_path_factory.mktemp("recipe") / "recipe.yaml")
+    return Run(model, load_recipe(path))
+
+
+@pytest.fixture(scope="module")
+def schemes(run: Run) -> dict[str, SchemeResult]:
+    return {scheme.name: scheme for scheme in run.result.schemes}
+
+
+def test_the_budget_holds_exactly_the_sequences_it_is_named_after(
+    run: Run, schemes: dict[str, SchemeResult]
+) -> None:
+    assert run.result.budget.bytes == 3 * 64 * 2 * ELEMENTS * 2
+    assert schemes["one"].predicted.max_num_seqs == 3
+    assert schemes["one"].measured.batch_peak == 3
+    assert schemes["one"].measured.kv_allocated_bytes == run.result.budget.bytes
+
+
+def test_allocated_bytes_are_those_of_the_geometry(schemes: dict[str, SchemeResult]) -> None:
+    int8_token = 2 * ELEMENTS + 2 * 3 * 2 * 4  # a scale for each layer and KV head, twice
+    for name, token_bytes in (("three", 4 * ELEMENTS), ("four", int8_token)):
+        scheme = schemes[name]
+        assert scheme.predicted.token_bytes == token_bytes
+        assert scheme.measured.kv_allocated_bytes == scheme.measured.kv_geometry_bytes
+        assert scheme.measured.kv_allocated_bytes == scheme.predicted.kv_bytes
+        assert scheme.measured.kv_allocated_bytes == scheme.predicted.num_blocks * 4 * token_bytes
+
+
+def test_all_schemes_do_the_same_work(run: Run) -> None:
+    drawn = run.result.workload
+    assert drawn.requests == 16
+    for scheme in run.result.schemes:
+        measured = scheme.measured
+        assert measured.generated_tokens == drawn.generated_tokens
+        assert measured.tokens_per_second == pytest.approx(
+            drawn.generated_tokens / measured.wall_seconds
+        )
+        assert 0 < measured.model_seconds < measured.wall_seconds
+        assert measured.engine_step_seconds * measured.steps < measured.wall_seconds
+
+
+def test_batches_stay_within_the_plan(schemes: dict[str, SchemeResult]) -> None:
+    limits = [scheme.predicted.max_num_seqs for scheme in schemes.values()]
+    assert limits == sorted(limits) and limits[-1] == 16 and limits[2] > limits[0]
+    for scheme in schemes.values():
+        measured = scheme.measured
+        assert 0 < measured.batch_mean <= measured.batch_peak <= scheme.predicted.max_num_seqs
+        assert measured.batch_mean_busy <= measured.batch_peak
+    for name in ("one", "two"):  # a contiguous cache is full until the queue is empty
+        measured = schemes[name].measured
+        assert measured.batch_mean_busy == pytest.approx(measured.batch_peak, rel=0.05)
+
+
+def test_only_the_batch_that_is_too_large_preempts(schemes: dict[str, SchemeResult]) -> None:
+    for name in ("one", "two", "three", "four"):
+        assert schemes[name].measured.preemptions == 0
+        assert schemes[name].measured.recomputed_tokens == 0
+    assert schemes["five"].measured.preemptions > 0
+    assert schemes["five"].measured.recomputed_tokens > schemes["five"].measured.preemptions
+
+
+def test_utilisation_is_that_of_the_allocator(schemes: dict[str, SchemeResult]) -> None:
+    for name, scheme in schemes.items():
+        measured = scheme.measured
+        assert 0 < measured.kv_token_bytes_mean <= measured.kv_held_bytes_mean
+        assert measured.kv_held_bytes_mean <= measured.kv_allocated_bytes
+        if scheme.allocator == "contiguous":
+            # 10 to 30 of 64 tokens
+            assert 0.15 < measured.utilisation < 0.45, name
+        else:
+            # blocks of 4: one and a half slots of about 20 wasted
+            assert 0.88 < measured.utilisation < 1, name
+        assert measured.utilisation == pytest.approx(
+            measured.kv_token_bytes_mean / measured.kv_held_bytes_mean, abs=0.05
+        )
+        timeline = measured.timeline
+        assert len(timeline.seconds) == len(timeline.running) == len(timeline.utilisation)
+        assert timeline.seconds == sorted(timeline.seconds)
+        assert timeline.seconds[0] == 0 and timeline.seconds[-1] < measured.wall_seconds
+
+
+def test_ratios_and_factors(run: Run, schemes: dict[str, SchemeResult]) -> None:
+    speed = {name: scheme.measured.tokens_per_second for name, scheme in schemes.items()}
+    for name, scheme in schemes.items():
+        assert scheme.ratio_to_first == pytest.approx(speed[name] / speed["one"])
+    assert [(f.name, f.scheme, f.baseline) for f in run.result.factors] == [
+        ("format alone", "two", "one"),
+        ("paging alone", "three", "one"),
+        ("together", "four", "one"),
+        ("batch too large", "five", "four"),
+    ]
+    for factor in run.result.factors:
+        assert factor.ratio == pytest.approx(speed[factor.scheme] / speed[factor.baseline])
+
+
+def test_factors_without_a_partner_are_left_out(schemes: dict[str, SchemeResult]) -> None:
+    found = find_factors([schemes["one"], schemes["three"], schemes["five"]])
+    assert [factor.name for factor in found] == ["paging alone"]
+
+
+def test_perplexity_by_format(run: Run) -> None:
+    quality = run.result.perplexity
+    assert quality is not None
+    assert (quality.windows, quality.scored_tokens, quality.clusters) == (2, 78, 10)
+    reference, half, int8 = quality.formats
+    assert [entry.kv_cache_dtype for entry in quality.formats] == ["float32", "float16", "int8"]
+    assert (reference.ratio, reference.ratio_low, reference.ratio_high) == (1, 1, 1)
+    for entry in (half, int8):
+        assert entry.ratio == pytest.approx(entry.perplexity / reference.perplexity)
+        assert entry.ratio_low < entry.ratio < entry.ratio_high
+    assert 0 < abs(half.ratio - 1) < abs(int8.ratio - 1) < 0.05
+
+
+def test_sweep_and_samples(run: Run) -> None:
+    assert run.result.sweep is not None
+    for point, batch in zip(run.result.sweep.points, (1, 4), strict=True):
+        assert point.batch == batch
+        assert point.tokens_per_second == pytest.approx(batch / point.step_seconds)
+    assert [sample.prompt for sample in run.result.samples] == ["def f(x):", "import"]
+    for sample in run.result.samples:
+        assert 0 <= sample.equal_tokens <= sample.tokens <= 6
+        if sample.equal_tokens == sample.tokens:
+            assert sample.reference_text == sample.quantized_text
+
+
+def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
+    assert run.saved == [
+        *((number, False, 0, 0, False) for number in range(1, 6)),
+        *((5, True, quality, 0, False) for quality in range(4)),
+        (5, True, 3, 2, False),
+    ]
+    assert run.result.complete
+    assert "no NPU" not in run.said.getvalue()  # the device was named, nothing was searched
+
+
+def test_operators_and_machine_are_named(run: Run) -> None:
+    assert {"kv_cache_store", "paged_attention"} <= run.result.operators.keys()
+    machine = run.result.machine
+    assert machine.device == "cpu" and machine.processor and machine.threads >= 1
+    assert machine.versions.keys() >= {"python", "torch", "transformers", "ascend_kv"}
+
+
+def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a" * 79)
+    recipe = replace(load_recipe(write_recipe(tmp_path / "r.yaml")), model=str(model), device="cpu")
+    log = Log(Console(file=io.StringIO()))
+    with pytest.raises(UsageError, match="text: got '79 tokens'; legal: at least 80"):
+        run_main_job(recipe, short, False, log, lambda result: None)
+    for content, legal in ((b" \n", "not empty"), (b"\xff\xfe\x00", "UTF-8")):
+        short.write_bytes(content)
+        with pytest.raises(UsageError, match=legal):
+            run_main_job(recipe, short, False, log, lambda result: None)
+    with pytest.raises(UsageError, match="No such file"):
+        run_main_job(recipe, tmp_path / "none", False, log, lambda result: None)
+
+
+def test_a_model_too_short_for_the_recipe_is_refused(model: Path, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", max_model_len=512)
+    with pytest.raises(UsageError, match="max_model_len: got 512; legal: at most 256"):
+        Run(model, load_recipe(path))
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "kept.gguf"), ("npu", "Qwen/Qwen2.5-7B")])
+def test_the_model_when_none_is_named(
+    device: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def load(model: str, *_: Any) -> None:
+        asked.append(model)
+        raise RunError("far enough")
+
+    monkeypatch.setattr(main_job.platform, "find_device", lambda: device)
+    monkeypatch.setattr(main_job.platform, "check_device", lambda device: None)
+    monkeypatch.setattr(main_job.default_model, "fetch_default_model", lambda: Path("kept.gguf"))
+    monkeypatch.setattr(main_job, "load_model", load)
+    said = io.StringIO()
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml"))
+    with pytest.raises(RunError, match="far enough"):
+        run_main_job(recipe, None, False, Log(Console(file=said)), lambda result: None)
+    assert asked[0].startswith(expected)
+    assert ("no NPU, so this runs on the CPU" in said.getvalue()) == (device == "cpu")
+
+
+def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml")
+    full, quick = load_recipe(path), load_recipe(path, quick=True)
+    assert (full.workload.requests, quick.workload.requests) == (16, 6)
+    assert replace(quick, workload=full.workload) == full
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modle": "x"}, "modle.*model"),
+        ({"workload": {"request": 3}}, "workload.request.*requests"),
+        ({"schemes": []}, "one scheme or more"),
+        ({"schemes": [{"name": "a", "allocator": "heap"}]}, "heap.*contiguous, paged"),
+        ({"schemes": [{"name": "a", "batch": "huge"}]}, "huge.*planned, all"),
+        ({"schemes": [{"name": "a", "kv_cache_dtype": "int3"}]}, "int3.*int8"),
+        ({"schemes": [{"name": "a"}, {"name": "a"}]}, "names that differ"),
+        ({"granularity": "head"}, "granularity.*token_head"),
+        ({"granularity": "row"}, "granularity.*token_head"),
+        ({"prefill_reads": "fresh"}, "prefill_reads.*cache"),
+        ({"budget": {"sequences": 0}}, "budget.sequences"),
+        ({"budget": {"kv_cache_dtype": "int8"}}, "budget.kv_cache_dtype.*float16"),
+        ({"max_model_len": 40}, "at most max_model_len = 40"),
+        ({"device": "gpu"}, "gpu.*auto, cpu, npu"),
+        ({"quick": {"workload": {"requests": 0}}}, "workload.requests"),
+        ({"quick": {"typo": 0}}, "typo"),
+        ({"quick": 3}, "quick"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))
+
+
+@pytest.mark.parametrize("content", ["- 1", "a: [", "", "\x00"])
+def test_what_is_no_recipe_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="recipe"):
+        load_recipe(path)
+
+
+def test_the_shipped_recipe_names_and_comments_every_key() -> None:
+    path = REPOSITORY / "recipes" / "qwen_910b.yaml"
+    lines = path.read_text().splitlines()
+    keys = yaml.safe_load("\n".join(lines)).keys()
+    assert keys == set(BenchRecipe.__dataclass_fields__) | {"quick"}
+    for key in keys:
+        number = next(i for i, line in enumerate(lines) if line.startswith(f"{key}:"))
+        assert lines[number - 1].startswith("#"), key
+    full = load_recipe(path)
+    assert (full.workload.requests, full.budget.sequences, full.max_model_len) == (64, 4, 1024)
+    assert 200 <= full.workload.prompt_tokens.mean + full.workload.output_tokens.mean <= 400
+    load_recipe(path, quick=True)
+
+
+def test_recipe_of_the_tests_is_close_to_the_shipped_one() -> None:
+    shipped = load_recipe(REPOSITORY / "recipes" / "qwen_910b.yaml")
+    assert [(s.allocator, s.kv_cache_dtype, s.batch) for s in shipped.schemes] == [
+        (s["allocator"], s["kv_cache_dtype"], s.get("batch", "planned")) for s in RECIPE["schemes"]
+    ]
