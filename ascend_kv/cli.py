@@ -155,6 +155,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _bench(options: argparse.Namespace) -> None:
+    # Before torch is loaded: where other programs run too, threads that spin while they wait are
+    # taken off the processor in the midst of it, and everyone else waits for them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Imported here: torch takes seconds to load, and --help needs none of it.
     from ascend_kv.evaluate import report
     from ascend_kv.evaluate.console import Log, table_console

@@ -29,6 +29,8 @@ from ascend_kv.registry import did_you_mean
 
 C = TypeVar("C")
 
+PairScaling = bool | Literal["auto"]
+KeyOffsetLayers = Literal["auto", "all", "none"] | tuple[int, ...]
 ALLOCATORS = ("paged", "contiguous")
 _PAGED_GRANULARITIES = ("token", "token_head")
 
@@ -66,8 +68,8 @@ class CacheConfig:
     allocator: str = "paged"
     kv_cache_memory_bytes: int | None = None
     prefill_reads: str = "cache"
-    pair_scaling: bool | Literal["auto"] = "auto"
-    key_offset_layers: Literal["auto", "all", "none"] | tuple[int, ...] = "auto"
+    pair_scaling: PairScaling = "auto"
+    key_offset_layers: KeyOffsetLayers = "auto"
 
     def __post_init__(self) -> None:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))

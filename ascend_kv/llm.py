@@ -14,6 +14,8 @@ from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.cache.tables import make_tables
 from ascend_kv.config import (
     CacheConfig,
+    KeyOffsetLayers,
+    PairScaling,
     SchedulerConfig,
     format_bytes,
     merge_kv_cache_config,
@@ -28,7 +30,7 @@ from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.huggingface import HuggingFaceModel
-from ascend_kv.integrations.key_planning import KeyOffsetLayers, PairScaling, condition_keys
+from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from ascend_kv.integrations.prompts import (
     Message,
@@ -66,7 +68,7 @@ class LLMEngine:
         symmetric: bool = True,
         kv_cache_dtype_skip_layers: Sequence[int] = (),
         pair_scaling: PairScaling = "auto",
-        key_offset_layers: KeyOffsetLayers = "auto",
+        key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
         max_model_len: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -126,9 +128,10 @@ class LLMEngine:
                 allocator=kv_allocator,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
                 pair_scaling=pair_scaling,
-                key_offset_layers=key_offset_layers
-                if isinstance(key_offset_layers, str)
-                else tuple(key_offset_layers),
+                key_offset_layers=tuple(key_offset_layers)
+                if isinstance(key_offset_layers, Sequence)
+                and not isinstance(key_offset_layers, str)
+                else key_offset_layers,
             ),
             kv_cache_config or {},
         )

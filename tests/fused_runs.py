@@ -92,11 +92,17 @@ def rounded_cache(cache: Any, dtype: torch.dtype) -> Any:
     sides = []
     for side, codes in zip(("key", "value"), cache.tensors, strict=True):
         scale, zero = (cache.scales.get(f"{side}_{x}") for x in ("scale", "zero_point"))
-        values = codes.float() * (scale[..., None] if scale.dim() == 3 else scale)
+        values = codes.float() * _for_each_channel(scale, codes.shape[3])
         if zero is not None:
-            values = values + (zero[..., None] if zero.dim() == 3 else zero)
+            values = values + _for_each_channel(zero, codes.shape[3])
         sides.append(values.to(dtype))
     return cache._replace(tensors=tuple(sides), scales={})
+
+
+def _for_each_channel(x: Tensor, dim: int) -> Tensor:
+    if x.dim() == 3:
+        return x[..., None]
+    return x if x.shape[3] in (1, dim) else x.repeat_interleave(dim // x.shape[3], 3)
 
 
 def expected(run: Run, cache: Any, query: Tensor, queries: list[int], **options: Any) -> Any:

@@ -94,7 +94,10 @@ def read_token(side: PagedSide, block: int, head: int, offset: int) -> Array:
     for parameter, apply in ((side.scale, np.multiply), (side.zero_point, np.add)):
         if parameter is None:
             continue
-        if parameter.ndim == 3:
+        if parameter.ndim == 4 and parameter.shape[3] not in (1, len(vector)):  # by group
+            group = len(vector) // parameter.shape[3]
+            row = [parameter[block, head, offset, c // group] for c in range(len(vector))]
+        elif parameter.ndim == 3:
             row = parameter[block, min(head, parameter.shape[1] - 1), offset]
         else:
             row = parameter[0, min(head, parameter.shape[1] - 1), 0]
@@ -182,6 +185,7 @@ def paged_attention(
     score_bias: Array | None = None,
     key_positions: Array | None = None,
     query_positions: Array | None = None,
+    entries: Array | None = None,
     dtype: type = np.float64,
 ) -> tuple[Array, Array]:
     """Output ``[T, H, D]`` and log-sum-exp ``[T, H]``, query by query and head by head."""
@@ -200,7 +204,8 @@ def paged_attention(
                     int(key_positions[int(tables[row][j // block_size]), n, j % block_size])
                     for j in range(cached)
                 ]
-            seen = [j for j in range(cached) if visible(asked, places[j])]
+            listed = range(cached) if entries is None else [int(j) for j in entries[t] if j >= 0]
+            seen = [j for j in listed if visible(asked, places[j])]
             bias = [0.0 if score_bias is None else score_bias[t, h, places[j]] for j in seen]
             sink = None if sinks is None else float(sinks[h])
             output[t, h], log_sum_exp[t, h] = attend_one(

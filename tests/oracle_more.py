@@ -1,6 +1,6 @@
 """More of the tests' own truth: compression, merging, scores for eviction, selection.
 
-Loops from the formulas, as in ``oracle``: no code of the package, float64 unless ``dtype`` says
+Loops from the formulas, on top of ``oracle``: no code of the package, float64 unless ``dtype`` says
 otherwise.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from oracle import EVERYTHING_BEFORE, PagedSide, Visible, attend_one, read_sequence
 
 Array = np.ndarray
 
@@ -137,3 +138,47 @@ def select(
             del left[best]
         chosen.append(taken + [-1] * (k - len(taken)))
     return chosen
+
+
+def attention_scores(
+    query: Array,
+    key: PagedSide,
+    tables: Array,
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    softmax_scale: float,
+    *,
+    visible: Visible = EVERYTHING_BEFORE,
+    sinks: Array | None = None,
+    score_bias: Array | None = None,
+    key_positions: Array | None = None,
+    query_positions: Array | None = None,
+    dtype: type = np.float64,
+) -> Array:
+    """``[B, N, longest]``: attention over values that say which token they are, summed."""
+    kv_heads, block_size = key.cache.shape[1:3]
+    group = query.shape[1] // kv_heads
+    scores = np.zeros((len(kv_lengths), kv_heads, max(kv_lengths, default=0)), dtype)
+    start = 0
+    for row, (queries, cached) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
+        keys, tokens = read_sequence(key, tables[row], cached), np.eye(cached)
+        for i in range(queries):
+            t = start + i
+            asked = cached - queries + i if query_positions is None else int(query_positions[t])
+            for h in range(query.shape[1]):
+                n = h // group
+                places = list(range(cached))
+                if key_positions is not None:
+                    places = [
+                        int(key_positions[int(tables[row][j // block_size]), n, j % block_size])
+                        for j in range(cached)
+                    ]
+                seen = [j for j in range(cached) if visible(asked, places[j])]
+                bias = [0.0 if score_bias is None else score_bias[t, h, places[j]] for j in seen]
+                sink = None if sinks is None else float(sinks[h])
+                weights, _ = attend_one(
+                    query[t, h], keys[n], tokens, softmax_scale, seen, bias, sink, dtype
+                )
+                scores[row, n, :cached] += weights
+        start += queries
+    return scores

@@ -131,8 +131,8 @@ def test_float16_stays_in_its_range_and_comes_back(tmp_path: Path) -> None:
     for name, x in weights.hf_model.state_dict().items():
         assert x.isfinite().all()
         if "k_proj.weight" in name or "q_proj.weight" in name:
-            rms = x.float().square().mean(1).sqrt()
-            assert (rms >= 2.0**-14).all(), name
+            rms, loaded = (y.float().square().mean(1).sqrt() for y in (x, before[name]))
+            assert (rms >= loaded.clamp(max=2.0**-14)).all(), name
     weights.folding.use(None)
     plain = run_in_chunks(weights, None, TOKENS).float()
     scaled = run_in_chunks(weights, keys, TOKENS).float()
@@ -309,7 +309,9 @@ def test_a_model_with_other_pairs_is_left_alone(caplog: pytest.LogCaptureFixture
 def test_angles_that_change_with_length_go_without_the_offset(
     kind: str, qwen2: LoadedModel
 ) -> None:
-    qwen2.hf_model.model.rotary_emb.rope_type = kind
+    embedding = qwen2.hf_model.model.rotary_emb
+    embedding.rope_type = kind
+    embedding.forward = type(embedding).forward.__wrapped__.__get__(embedding)  # angles as before
     record = plan(qwen2, "int8", key_offset_layers="all").conditioning
     assert record.scaled_layers == (0, 1, 2)
     assert record.offset_layers == ()

@@ -32,7 +32,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "INT8, key offset": {"kv_cache_dtype": "int8", "pair_scaling": False},
     "INT8, both (auto)": {"kv_cache_dtype": "int8"},
 }
-_TEXT_TOKENS = 192
+_TEXT_TOKENS = 128
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class WorkloadRecipe:
 
     requests: int = 64
     prompt_tokens: LengthRecipe = LengthRecipe(mean=100)
-    output_tokens: LengthRecipe = LengthRecipe(mean=160)
+    output_tokens: LengthRecipe = LengthRecipe(mean=80)
     seed: int = 0
 
     def check(self, max_model_len: int) -> None:

@@ -61,7 +61,9 @@ class KeyOffset:
         """What the scaled scores of ``query`` [T, H, D] lack: ``[T, H, length]`` float32."""
         offset = self._offsets[layer]
         tokens, heads, dim = query.shape
-        grouped = query.to(torch.float32).view(tokens, offset.shape[0], -1, dim) * softmax_scale
+        kv_heads = offset.shape[0]
+        grouped = query.to(torch.float32).view(tokens, kv_heads, heads // kv_heads, dim)
+        grouped = grouped * softmax_scale
         q1, q2 = grouped.chunk(2, -1)
         b1, b2 = offset[:, None].chunk(2, -1)
         features = torch.stack((q1 * b1 + q2 * b2, q2 * b1 - q1 * b2), -1)

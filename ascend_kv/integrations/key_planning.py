@@ -10,10 +10,11 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ascend_kv.config import KeyOffsetLayers, PairScaling
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import FormatSpec, ModelGeometry
 from ascend_kv.integrations.conditioning import ConditionedKeys, KeyConditioning, LayerConditioning
@@ -25,9 +26,6 @@ from ascend_kv.integrations.loading import LoadedModel
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
-
-PairScaling = bool | Literal["auto"]
-KeyOffsetLayers = Literal["auto", "all", "none"] | Sequence[int]
 
 # "auto" takes the offset where the bias is this many times as large as what varies: of INT8's 127
 # levels, 16 or fewer are left to a key then.
@@ -43,7 +41,7 @@ def condition_keys(
     loaded: LoadedModel,
     formats: Sequence[FormatSpec],
     pair_scaling: PairScaling = "auto",
-    key_offset_layers: KeyOffsetLayers = "auto",
+    key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
 ) -> ConditionedKeys:
     """Plan the conditioning of a model for a cache; its weights are changed when it is used.
 
@@ -67,7 +65,7 @@ def condition_keys(
     return plan
 
 
-def _wanted_offsets(given: KeyOffsetLayers, layers: int) -> str | tuple[int, ...]:
+def _wanted_offsets(given: KeyOffsetLayers | Sequence[int], layers: int) -> str | tuple[int, ...]:
     if isinstance(given, str):
         return given
     for layer in given:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ascend_kv.ops import attention_tiles
 from ascend_kv.ops.attention_operands import Operands
-from ascend_kv.ops.attention_tiles import SEQUENCE_ELEMENTS, sequence_tiles
 from ascend_kv.ops.paged import check_caches, check_scales, check_tables
 from ascend_kv.ops.paged_attention import check_queries
 from ascend_kv.ops.registration import register
@@ -151,10 +151,11 @@ def _reference(
         start += queries
         if not (queries and cached):
             continue
-        step = max(1, SEQUENCE_ELEMENTS // (cached * head_dim))
+        table = block_tables[row : row + 1]
+        step = max(1, attention_tiles.SEQUENCE_ELEMENTS // (cached * head_dim))
         for low in range(0, kv_heads, step):
             heads = operands if step >= kv_heads else operands.heads(low, low + step)
-            for tile in sequence_tiles(heads, block_tables[row : row + 1], rows, cached):
+            for tile in attention_tiles.sequence_tiles(heads, table, rows, cached):
                 weights, _, nothing = tile.weighing
                 if nothing is not None:
                     weights.masked_fill_(nothing, 0.0)

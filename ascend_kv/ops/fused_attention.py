@@ -143,12 +143,17 @@ class Plan:
     fallbacks: tuple[Fallback, ...] = ()
 
     @property
+    def reasons(self) -> tuple[Fallback, ...]:
+        """The rules for which something else than the paged cache is attended to."""
+        return self.fallbacks + tuple(x for call in self.calls for x in call.fallbacks)
+
+    @property
     def routes(self) -> tuple[str, ...]:
-        """What serves each part, in words, for a log or a report."""
+        """What serves each part, with the rules for it; as few different ones as there are."""
         if self.fallbacks:
-            return tuple(f"reference ({fallback})" for fallback in self.fallbacks)
+            return tuple(f"{x.part}: reference ({x.rule})" for x in self.fallbacks)
         return tuple(
-            f"{call.part}: {call.route}" + "".join(f" ({x})" for x in call.fallbacks)
+            f"{call.part}: {call.route}" + "".join(f" ({x.rule})" for x in call.fallbacks)
             for call in self.calls
         )
 

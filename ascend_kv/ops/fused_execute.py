@@ -16,6 +16,7 @@ from ascend_kv.ops.fused_attention import Call, Finish, Load, Plan, plan
 from ascend_kv.ops.fused_request import request_of
 from ascend_kv.ops.fused_sources import logical, pack, unpack
 from ascend_kv.ops.kv_cache_load import kv_cache_load
+from ascend_kv.ops.paged import is_paged
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -82,8 +83,10 @@ def _load(load: Load, have: Tensors) -> tuple[Tensor, Tensor]:
     if load.layout == "NZ":  # only what is used is put in order
         blocks = table.flatten()
         caches = [cache.index_select(0, blocks) for cache in caches]
+        dim = caches[0].shape[2] * caches[0].shape[4]
         parameters = {
-            name: x.index_select(0, blocks) if x.dim() == 3 else x for name, x in parameters.items()
+            name: x.index_select(0, blocks) if is_paged(x, dim) else x
+            for name, x in parameters.items()
         }
         table = torch.arange(len(blocks), device=table.device).view_as(table)
     key, value = (logical(cache, load.layout) for cache in caches)
@@ -153,11 +156,11 @@ def attend(
         tensors, query_lengths, kv_lengths, softmax_scale, causal=causal, window=window
     )
     chosen = plan(request)
-    for route in chosen.routes:
-        if route not in routes_taken and "(" in route:
+    if any(route not in routes_taken for route in chosen.routes):
+        for reason in chosen.reasons:
             level = logging.WARNING if chosen.fallbacks else logging.INFO
-            logger.log(level, "paged_attention %s", route)
-        routes_taken[route] += 1
+            logger.log(level, "paged_attention: %s", reason)
+    routes_taken.update(chosen.routes)
     if not chosen.fallbacks:
         return execute(chosen, tensors, library)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)

@@ -12,14 +12,17 @@ from typing import Literal
 
 import torch
 
+from ascend_kv.ops.paged import is_grouped
+
 Tensor = torch.Tensor
 
 # How the paged cache lies in memory, as the fused attention names it: [K, N, S, D],
 # [K, S, N, D], or [K, N, D / 32, S, 32].
 Layout = Literal["BNSD", "BSND", "NZ"]
 # What shares a scale. The first three are static, [1, N or 1, 1, D or 1]; the others lie beside
-# the cache, [K, 1, S] and [K, N, S]. "none" is an unquantized side.
-Scales = Literal["none", "layer", "head", "channel", "token", "token_head"]
+# the cache, [K, 1, S], [K, N, S] and, by groups of channels, [K, N, S, D / g]. "none" is an
+# unquantized side.
+Scales = Literal["none", "layer", "head", "channel", "token", "token_head", "group"]
 STATIC: tuple[Scales, ...] = ("layer", "head", "channel")
 
 
@@ -30,6 +33,7 @@ class Request:
     Attributes:
         key, value: what shares a scale; the zero points beside them, if any, have its shape.
         positions: key or query positions are given, so that order says nothing of visibility.
+        entries: each query has a list of what it attends to.
         cache_layout: how the caches lie.
         paged_scales: pass scales that lie in pages as they are, where the device allows it
             (modes 4 and 5); else gather those in use (modes 1 and 3). Both are legal; which is
@@ -56,6 +60,7 @@ class Request:
     sinks: bool = False
     score_bias: bool = False
     positions: bool = False
+    entries: bool = False
     cache_layout: Layout = "BNSD"
     paged_scales: bool = True
     log_sum_exp: bool = True
@@ -149,10 +154,12 @@ def _part(request: Request, name: str, rows: Sequence[int], starts: Sequence[int
     )
 
 
-def scales_of(scale: Tensor | None) -> Scales:
+def scales_of(scale: Tensor | None, head_dim: int) -> Scales:
     """What shares a scale, read from the shape of the scales."""
     if scale is None:
         return "none"
+    if is_grouped(scale, head_dim):
+        return "group"
     if scale.dim() == 3:
         return "token" if scale.shape[1] == 1 else "token_head"
     if scale.shape[3] > 1:
@@ -197,8 +204,8 @@ def request_of(
         query_lengths=tuple(query_lengths),
         kv_lengths=tuple(kv_lengths),
         softmax_scale=softmax_scale,
-        key=scales_of(tensors.get("key_scale")),
-        value=scales_of(tensors.get("value_scale")),
+        key=scales_of(tensors.get("key_scale"), dim),
+        value=scales_of(tensors.get("value_scale"), dim),
         key_zero_point=given("key_zero_point"),
         value_zero_point=given("value_zero_point"),
         causal=causal,
@@ -206,6 +213,7 @@ def request_of(
         sinks=given("sinks"),
         score_bias=given("score_bias"),
         positions=given("key_positions") or given("query_positions"),
+        entries=given("entries"),
         cache_layout=cache_layout,
         paged_scales=paged_scales,
         log_sum_exp=log_sum_exp,

@@ -8,6 +8,7 @@ and values, which ``kv_cache_load`` gathers and dequantizes; where that does not
 |---|---|---|---|---|
 | query type | every call | float16 or bfloat16 | reference | V4 |
 | positions | every call | none given: order tells what a query sees | reference | V4 |
+| entries | every call | no lists of what a query attends to | reference | V4 |
 | heads | every call | at most 256 | reference | V4 |
 | group | every call | at most 64 query heads a KV head | reference | V4 |
 | head_dim | every call | a multiple of 16, at most 512 | reference | V4 |
@@ -121,6 +122,11 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             *("positions", "none given: order tells what a query sees", "V4"),
             lambda r, p: not r.positions,
             lambda r, p: "positions",
+        ),
+        Rule(
+            *("entries", "no lists of what a query attends to", "V4"),
+            lambda r, p: not r.entries,
+            lambda r, p: "entries",
         ),
         Rule(
             *("heads", "at most 256", "V4"),

@@ -70,8 +70,6 @@ def kv_cache_move(
     heads = source_indices.shape[0] if source_indices.dim() == 2 else None
     for i, (to, origin) in enumerate(zip(destination, source)):
         _check_pair(i, to, origin, heads)
-    _check_range("source_indices", source_indices, source, unit)
-    _check_range("destination_indices", destination_indices, destination, unit)
     _op(destination, source, source_indices, destination_indices, unit=unit)
 
 
@@ -120,6 +118,8 @@ def _reference(
     *,
     unit: str = "block",
 ) -> None:
+    _check_range("source_indices", source_indices, source, unit)
+    _check_range("destination_indices", destination_indices, destination, unit)
     origins, targets, heads = _kept(source_indices, destination_indices)
     for to, origin in zip(destination, source):
         if unit == "block":

@@ -71,8 +71,8 @@ def make_cache(
 ) -> Cache:
     """Random tokens in a cache that is NaN (codes: garbage) everywhere else.
 
-    ``granularity`` token_head and token keep a scale for each token; head and channel are
-    static.
+    ``granularity`` token_head, token and group (of 8 channels) keep scales for each token;
+    layer, head and channel are static.
     """
     tables, num_blocks = make_tables(kv_lengths, block_size)
     block, offset = used_slots(tables, kv_lengths, block_size)
@@ -104,9 +104,10 @@ def _parameter(
         return draw(
             1, 1 if granularity == "layer" else heads, 1, 1 if granularity != "channel" else dim
         )
-    heads = heads if granularity == "token_head" else 1
-    paged = torch.full((blocks, heads, block_size), torch.nan)
-    paged[block, :, offset] = draw(len(block), heads)
+    heads = 1 if granularity == "token" else heads
+    groups = (dim // 8,) if granularity == "group" else ()
+    paged = torch.full((blocks, heads, block_size, *groups), torch.nan)
+    paged[block, :, offset] = draw(len(block), heads, *groups)
     return paged
 
 

@@ -78,6 +78,17 @@ def test_key_channels_with_value_tokens(cache_with: Any, key: str, symmetric: bo
     assert ("value_antiquant_offset" in run.told) == (not symmetric)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("layout", ["BNSD", "NZ"])
+def test_groups_of_channels_are_loaded(cache_with: Any, symmetric: bool, layout: str) -> None:
+    queries, lengths = MIXED
+    options = {"granularity": "group", "symmetric": symmetric, "dim": 64}
+    cache = cache_with(lengths, block_size=32, **options)
+    query = draw(queries, 4, 64, torch.float16)
+    run = check(cache, query, queries, cache_layout=layout)
+    assert run.routes == ["loaded", "loaded"]
+
+
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("granularity", ["token", "token_head", "head", "channel"])
 def test_one_side_asymmetric(cache_with: Any, granularity: str, side: str) -> None:
@@ -323,6 +334,9 @@ def test_bsnd(cache_with: Any, quantized: bool) -> None:
     assert run.calls[0][1]["input_layout"] == "BSND"
     assert run.calls[0][1]["key"].shape == (cache.tensors[0].shape[0], 128, 64)
     assert run.routes == ["paged", "loaded" if quantized else "paged"]
+    bias = torch.randint(-40, 40, (sum(queries), 4, max(lengths))) / 8.0  # exact in half
+    run = check(cache, query, queries, cache_layout="BSND", score_bias=bias)
+    assert run.calls[0][1]["key"].dim() == 3 and "pse_shift" in run.calls[0][1]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

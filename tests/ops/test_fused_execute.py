@@ -109,6 +109,18 @@ def test_the_stand_in_refuses(cache_with: Any, spoilt: str) -> None:
         call({**arguments, **spoil(arguments)})
 
 
+def test_lists_of_entries_are_for_the_reference(cache_with: Any) -> None:
+    cache = int8_cache(cache_with, [100, 64], "token_head", "token_head")
+    query = draw([1, 1], 4, 32, torch.float16)
+    entries = torch.tensor([[99, 3, -1], [0, 63, 5]], dtype=torch.int32)
+    arguments = (query, *cache.tensors, cache.tables, [1, 1], cache.kv_lengths, SCALE)
+    library = StandIn()
+    output, _ = fused_execute.attend(library, *arguments, **cache.scales, entries=entries)
+    wanted, _ = reference(cache, query, [1, 1], entries=entries)
+    assert not library.calls
+    assert torch.equal(output, wanted.half())
+
+
 def test_nz_is_for_the_second_function(cache_with: Any) -> None:
     _, arguments = recorded(cache_with, "nz")
     back = {new: old for old, new in V2_NAMES.items()}

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Changes, list[Changes], list[Changes]]] = {
         [{"query_dtype": torch.float32}],
     ),
     "positions": ({}, [{"positions": False}], [{"positions": True}]),
+    "entries": ({}, [{"entries": False}], [{"entries": True}]),
     "heads": ({"kv_heads": 64}, [{"num_heads": 256}], [{"num_heads": 320}]),
     "group": ({"kv_heads": 1}, [{"num_heads": 64}], [{"num_heads": 65}]),
     "head_dim": (
@@ -86,7 +87,7 @@ CASES: dict[str, tuple[Changes, list[Changes], list[Changes]]] = {
     "scales": (
         {},
         [{"key": "token"}, {"key": "head", "value": "layer"}, {"key": "layer", "value": "token"}],
-        [{"key": "channel"}, {"value": "head"}],
+        [{"key": "channel"}, {"value": "head"}, {"key": "group"}, {"value": "group"}],
     ),
     "mode 0/1 query": (
         {"key": "channel", "value": "token"},
@@ -184,10 +185,12 @@ def test_every_rule_is_tested_and_stands_in_the_table() -> None:
 def test_a_fallback_says_what_was_given() -> None:
     chosen = plan(replace(BASE, query_dtype=torch.float32, positions=True))
     assert names(chosen.fallbacks) == ["query type", "positions"]
-    (first, _) = chosen.routes
-    assert "torch.float32" in first and "float16 or bfloat16" in first and "reference" in first
-    (route,) = plan(replace(BASE, block_size=48)).routes
-    assert route.startswith("decode: loaded (") and "got 48" in route
+    assert chosen.routes == ("decode: reference (query type)", "decode: reference (positions)")
+    told = str(chosen.reasons[0])
+    assert "torch.float32" in told and "float16 or bfloat16" in told and "reference" in told
+    chosen = plan(replace(BASE, block_size=48))
+    assert chosen.routes == ("decode: loaded (decode block_size)",)
+    assert "got 48" in str(chosen.reasons[0])
 
 
 FAST = {"query_dtype": torch.bfloat16, "head_dim": 128, "key": "channel", "value": "channel"}

@@ -35,7 +35,9 @@ def load(cache: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("granularity", ["token", "token_head", "layer", "head", "channel"])
+@pytest.mark.parametrize(
+    "granularity", ["token", "token_head", "layer", "head", "channel", "group"]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_int8(cache_with: Any, granularity: str, symmetric: bool) -> None:
     cache = cache_with(LENGTHS, granularity=granularity, symmetric=symmetric, dim=40)
@@ -45,7 +47,7 @@ def test_int8(cache_with: Any, granularity: str, symmetric: bool) -> None:
         assert_within(given, exact, np.finfo(np.float32).eps * largest(exact))
 
 
-@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 512])
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_sizes(cache_with: Any, dim: int, block_size: int, kv_heads: int) -> None:

@@ -53,17 +53,31 @@ def test_strided_input() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_groups_of_channels(symmetric: bool) -> None:
-    x = torch.randn(2, 3, 5, 24)
-    codes, scale, zero_point = ops.kv_cache_quantize(x, "group", symmetric, group_size=8)
-    rows = x.reshape(2, 3, 15, 8)
+@pytest.mark.parametrize("group_size", [1, 3, 8, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_channels(symmetric: bool, group_size: int, dtype: torch.dtype) -> None:
+    """Each group as a vector of its own: constants, zeros and what is not a number too."""
+    x = torch.randn(2, 3, 5, 24).to(dtype)
+    x[0, 0, 0] = 0.0
+    x[0, 0, 1] = -2.5
+    x[0, 1, 2, 7], x[1, 0, 0, 23] = math.nan, math.inf
+    groups = 24 // group_size
+    codes, scale, zero_point = ops.kv_cache_quantize(x, "group", symmetric, group_size=group_size)
+    rows = x.float().reshape(2, 3, 5 * groups, group_size)
     wanted, scales, zeros = oracle.quantize(rows.numpy(), "token_head", symmetric)
     np.testing.assert_array_equal(codes.numpy(), wanted.reshape(2, 3, 5, 24))
-    np.testing.assert_array_equal(scale.numpy(), scales.reshape(2, 3, 5, 3))
-    if not symmetric:
-        np.testing.assert_array_equal(zero_point.numpy(), zeros.reshape(2, 3, 5, 3))
-    back = ops.kv_cache_dequantize(codes, scale, zero_point, group_size=8)
-    assert (back - x).abs().amax() <= scale.amax() * 0.5001
+    np.testing.assert_array_equal(scale.numpy(), scales.reshape(2, 3, 5, groups))
+    if symmetric:
+        assert zero_point.shape == (0,)
+    else:
+        np.testing.assert_array_equal(zero_point.numpy(), zeros.reshape(2, 3, 5, groups))
+    back = ops.kv_cache_dequantize(codes, scale, zero_point, group_size=group_size)
+    poisoned = back.isnan().reshape(2, 3, 5, groups, group_size)
+    assert torch.equal(poisoned, scale.isnan()[..., None].expand_as(poisoned))
+    assert int(poisoned.sum()) == 2 * group_size
+    steps = scale.repeat_interleave(group_size, 3)
+    error = (back - x.float()).abs() - 0.5001 * steps - 1e-6
+    assert error[~back.isnan()].amax() <= 0
 
 
 @pytest.mark.parametrize("granularity", [*GRANULARITIES, "group"])

@@ -117,7 +117,7 @@ def test_types(dtype: torch.dtype, stored: torch.dtype) -> None:
         assert torch.equal(cache[slots // S, :, slots % S], x.to(stored))
 
 
-@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 256, 512])
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 def test_sizes(dim: int, block_size: int) -> None:
     target = Target(dim=dim, block_size=block_size)
@@ -227,6 +227,76 @@ def test_static_scales_of_each_slot_are_read(granularity: str) -> None:
         np.testing.assert_array_equal(scale.numpy(), given[name].numpy())
 
 
+@pytest.mark.parametrize(
+    "granularity", ["layer", "head", "channel", "token", "token_head", "group"]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_granularities(granularity: str, symmetric: bool) -> None:
+    """Every code is the oracle's for the scale that is given, and what was given stays."""
+    target, slots = Target(granularity="token"), slots_for(5)
+    key, value = draw(5)
+    shape = {
+        "layer": (1, 1, 1, 1),
+        "head": (1, N, 1, 1),
+        "channel": (1, N, 1, 40),
+        "token": (K, 1, S),
+        "token_head": (K, N, S),
+        "group": (K, N, S, 5),
+    }[granularity]
+    target.scales = {name: torch.rand(shape) * 0.05 + 0.01 for name in ("key_scale", "value_scale")}
+    if not symmetric:
+        zeros = {f"{side}_zero_point": torch.randn(shape) for side in ("key", "value")}
+        target.scales |= zeros
+    given = {name: x.clone() for name, x in target.scales.items()}
+    target.store(key, value, slots, dynamic=False)
+
+    def at(name: str, slot: int, n: int, c: int) -> np.ndarray:
+        x = given[name].numpy()
+        place = (
+            (0, n, 0) if len(shape) == 4 and granularity != "group" else (slot // S, n, slot % S)
+        )
+        place = (place[0], min(place[1], x.shape[1] - 1), place[2])
+        return x[place] if len(shape) == 3 else x[place][c * x.shape[3] // 40]
+
+    for side, x, cache in zip(("key", "value"), (key, value), target.caches, strict=True):
+        for token, n, c in np.ndindex(5, N, 40):
+            slot = int(slots[token])
+            zero = np.float32(0) if symmetric else at(f"{side}_zero_point", slot, n, c)
+            scale = at(f"{side}_scale", slot, n, c)
+            wanted = oracle.quantize_static([x[token, n, c].item()], scale, zero, symmetric)
+            assert int(cache[slot // S, n, slot % S, c]) == wanted[0]
+    for name, x in target.scales.items():
+        assert torch.equal(x, given[name])
+
+
+@pytest.mark.parametrize("groups", [2, 5, 20])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_of_channels(groups: int, symmetric: bool) -> None:
+    """Each group of a vector is quantized as a vector of its own; NaN stays in its group."""
+    target, slots = Target(), slots_for(7)
+    slots[2] = -1
+    for name in ("scale",) if symmetric else ("scale", "zero_point"):
+        for side in ("key", "value"):
+            target.scales[f"{side}_{name}"] = torch.full((K, N, S, groups), math.nan)
+    target.before = [x.clone() for x in target]
+    inputs = draw(7)
+    inputs[0][1, 0, 3] = math.inf
+    target.store(*inputs, slots)
+    target.assert_only_written(slots)
+    for side, x, cache in zip(("key", "value"), inputs, target.caches, strict=True):
+        rows = x.reshape(1, 7 * N, groups, 40 // groups).numpy()
+        codes, scales, zeros = oracle.quantize(rows, "token_head", symmetric)
+        wanted = {"scale": scales.reshape(7, N, groups), "zero_point": zeros.reshape(7, N, groups)}
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            place = (slot // S, slice(None), slot % S)
+            np.testing.assert_array_equal(cache[place], codes.reshape(7, N, 40)[token])
+            for name in ("scale",) if symmetric else ("scale", "zero_point"):
+                stored = target.scales[f"{side}_{name}"][place]
+                np.testing.assert_array_equal(stored, wanted[name][token])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_nan_and_infinity_poison_their_own_vector(bad: float, symmetric: bool) -> None:
@@ -318,6 +388,8 @@ def test_opcheck(opcheck: Any) -> None:
     static = {name: torch.ones(1, 1, 1, 1) for name in ("key_scale", "value_scale")}
     target = Target(dim=8)
     opcheck("kv_cache_store", *draw(3, 8), *target.caches, slots, **static, dynamic=False)
+    grouped = {name: torch.zeros(K, N, S, 2) for name in ("key_scale", "value_scale")}
+    opcheck("kv_cache_store", *draw(3, 8), *target.caches, slots, **grouped)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +410,8 @@ def test_opcheck(opcheck: Any) -> None:
         ("value_scale", {"value_scale": torch.zeros(K, N, S + 1)}),
         ("key_scale", {"key_scale": torch.zeros(K, N, S, dtype=torch.float16)}),
         ("key_zero_point", {"key_zero_point": torch.zeros(K, 1, S)}),
+        ("key_scale", {"key_scale": torch.zeros(K, N, S, 3)}),
+        ("key_zero_point", {"key_zero_point": torch.zeros(K, N, S, 5)}),
         ("dynamic", {"key_scale": torch.ones(1, 1, 1, 1)}),
         ("positions", {"key_positions": torch.zeros(K, N, S, dtype=torch.int32)}),
         ("key_positions", {"positions": torch.arange(3)}),

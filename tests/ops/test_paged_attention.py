@@ -61,7 +61,7 @@ def check(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: 
     assert_as_good(log_sum_exp, exact_sums, naive_sums)
 
 
-@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 def test_head_dims(cache_with: Any, dim: int, dtype: torch.dtype) -> None:
     queries, lengths = MIXED
@@ -84,7 +84,9 @@ def test_unquantized(cache_with: Any, lengths: Any, dtype: torch.dtype) -> None:
     check(cache, torch.randn(sum(lengths[0]), 6, 64), lengths[0])
 
 
-@pytest.mark.parametrize("granularity", ["token", "token_head", "layer", "head", "channel"])
+@pytest.mark.parametrize(
+    "granularity", ["token", "token_head", "layer", "head", "channel", "group"]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_int8_scales(cache_with: Any, granularity: str, symmetric: bool) -> None:
     queries, lengths = MIXED
@@ -369,6 +371,9 @@ def legal(cache_with: Any) -> dict[str, Any]:
         ("value_scale", {"value_scale": None}),
         ("key_scale", {"key_scale": torch.rand(5, 2, 8)}),
         ("key_scale", {"key_scale": torch.rand(2, 2, 1, 1)}),
+        ("key_scale", {"key_scale": torch.rand(5, 2, 16, 3)}),
+        ("key_scale", {"key_scale": torch.rand(5, 1, 16, 8)}),
+        ("value_scale", {"value_scale": torch.rand(5, 2, 16, 1)}),
         ("key_scale", {"key_scale": torch.rand(5, 2, 16, dtype=torch.float64)}),
         ("key_zero_point", {"key_zero_point": torch.rand(5, 1, 16)}),
         ("key_scale", {"key_cache": torch.zeros(5, 2, 16, 64)}),
