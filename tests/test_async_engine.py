@@ -68,8 +68,14 @@ def test_cancelling_a_task_aborts_its_request() -> None:
     stream, engine, _ = make()
 
     async def main() -> None:
-        task = asyncio.create_task(collect(stream, "x", [1], 60))
-        await asyncio.sleep(0.05)
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in stream.generate("x", [1], greedy(60)):
+                started.set()
+
+        task = asyncio.create_task(read())
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -217,6 +217,19 @@ def test_a_model_too_short_for_the_recipe_is_refused(model: Path, tmp_path: Path
         Run(model, load_recipe(path))
 
 
+def test_a_block_size_that_a_later_scheme_cannot_have_is_refused_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a 910B half precision takes blocks of 16, INT8 does not: known before anything runs."""
+    monkeypatch.setattr(main_job.platform, "device_name", lambda device: "910B3")
+    said = io.StringIO()
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", block_size=16))
+    recipe = replace(recipe, model=str(model), device="cpu")
+    with pytest.raises(UsageError, match="block_size: got 16; legal: 32"):
+        run_main_job(recipe, None, False, Log(Console(file=said)), lambda result: None)
+    assert "tokens/s" not in said.getvalue()
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "kept.gguf"), ("npu", "Qwen/Qwen2.5-7B")])
 def test_the_model_when_none_is_named(
     device: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -95,8 +95,7 @@ class _MainJob:
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
         self.windows = cut_windows(recipe.perplexity, self.token_ids)
         self.requests = draw_requests(recipe.workload, self.token_ids)
-        kind = get_device(platform.device_name(self.device))
-        self.block_size = recipe.block_size or kind.default_block_size
+        self.block_size = self._block_size()
         self.budget = make_budget(recipe, self.loaded.geometry, self.block_size)
         self.plans = self._plan()
         names = [scheme.name for scheme in recipe.schemes]
@@ -134,6 +133,17 @@ class _MainJob:
         if self.recipe.max_model_len > longest:
             raise UsageError("max_model_len", self.recipe.max_model_len, f"at most {longest}")
         return loaded
+
+    def _block_size(self) -> int:
+        """Tokens a block; refused now, not after a scheme, if a later one cannot have it."""
+        kind = get_device(platform.device_name(self.device))
+        block_size = self.recipe.block_size or kind.default_block_size
+        for kv_cache_dtype in self.recipe.formats():
+            for spec in layer_formats(
+                self.recipe, kv_cache_dtype, self.loaded.geometry, self.loaded.dtype
+            ):
+                kind.check_block_size(block_size, spec.name)
+        return block_size
 
     def _plan(self) -> list[Predicted]:
         return [

@@ -140,7 +140,7 @@ class BenchRecipe:
         _at_least("sweep.steps", self.sweep.steps, 1)
         self.perplexity.check()
         _at_least("samples.max_tokens", self.samples.max_tokens, 1)
-        for kv_cache_dtype in self._formats():
+        for kv_cache_dtype in self.formats():
             CacheConfig(
                 kv_cache_dtype=kv_cache_dtype,
                 granularity=self.granularity,
@@ -157,8 +157,8 @@ class BenchRecipe:
         if len(set(names)) < len(names):
             raise UsageError("schemes", names, "names that differ")
 
-    def _formats(self) -> list[str]:
-        """Every cache format that the job will make, so that none fails after an hour."""
+    def formats(self) -> list[str]:
+        """Every cache format that the job will make."""
         return [
             *(scheme.kv_cache_dtype for scheme in self.schemes),
             self.sweep.kv_cache_dtype,

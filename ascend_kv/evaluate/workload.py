@@ -42,7 +42,7 @@ class WorkloadRecipe:
     """How many requests, and how long."""
 
     requests: int = 64
-    prompt_tokens: LengthRecipe = LengthRecipe(mean=100)
+    prompt_tokens: LengthRecipe = LengthRecipe(mean=140)
     output_tokens: LengthRecipe = LengthRecipe(mean=80)
     seed: int = 0
 

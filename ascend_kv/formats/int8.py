@@ -5,7 +5,8 @@ Bytes of one vector of D values (one token of one KV head, granularity ``token_h
     symmetric    D bytes of codes, two's complement   4 bytes scale, float32          D + 4
     asymmetric   D bytes of codes   4 bytes scale, float32   4 bytes zero point, float32  D + 8
 
-With granularity ``token`` the N heads of a token share the 4 (8) bytes. Codes and scales lie in
+With granularity ``token`` the N heads of a token share the 4 (8) bytes. By groups of g
+channels every group has its own: D + 4 * D / g (D + 8 * D / g) bytes. Codes and scales lie in
 separate tensors; all are little endian on every device that we know.
 
 Symmetric, after absmax quantization (Dettmers et al., LLM.int8(), 2022, section 2)::

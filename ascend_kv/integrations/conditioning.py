@@ -39,6 +39,7 @@ class LayerConditioning:
     offset: bool
     """keys are stored without their bias"""
     offset_norm: float
+    """‖what stored keys lack‖ in the head where it is largest, scaled as they are"""
     offset_reason: str
 
 

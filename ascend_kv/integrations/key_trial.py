@@ -18,8 +18,10 @@ from ascend_kv.integrations.key_weights import find_attention
 Tensor = torch.Tensor
 
 # Rounding steps of the model's type by which a score may differ, of what it is summed from. Scales
-# alone change nothing; a large bias loses as much in the model's own sum, its cosines and sines.
-_ROUNDING_STEPS = 8
+# alone change nothing, or a last bit in float16; a large bias loses that much in the model's own
+# sum, cosines and sines.
+_STEPS_OF_SCALES = 1
+_STEPS_OF_OFFSET = 8
 
 
 class LayerKeys(NamedTuple):
@@ -95,11 +97,12 @@ def same_scores(layer: int, before: LayerKeys, after: LayerKeys, offset: KeyOffs
 
     The offset's table has a row for each of the trial's tokens.
     """
-    key = after.key
-    if offset is not None:
+    key, steps = after.key, _STEPS_OF_SCALES
+    if offset is not None and layer in offset:
+        steps = _STEPS_OF_OFFSET
         key = offset.give_back(layer, key, torch.arange(len(key), device=key.device))
-    steps = _ROUNDING_STEPS * torch.finfo(before.key.dtype).eps
-    allowed = steps * _scores(before.query.abs(), before.key.abs()).max()
+    eps = torch.finfo(before.key.dtype).eps
+    allowed = steps * eps * _scores(before.query.abs(), before.key.abs()).max()
     error = (_scores(after.query, key) - _scores(before.query, before.key)).abs().max()
     return bool(error <= allowed)
 

@@ -143,7 +143,7 @@ def test_a_sink_of_minus_infinity_is_none(cache_with: Any) -> None:
         assert torch.equal(given, wanted)
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [0, 5, 20])  # 5 leaves whole blocks of decodes out
 @pytest.mark.parametrize("spare", [0, 11])
 def test_score_bias(cache_with: Any, window: int, spare: int) -> None:
     queries, lengths = MIXED
@@ -308,8 +308,14 @@ def test_how_the_work_is_cut_does_not_matter(
         "score_bias": torch.randn(sum(queries), 6, 40),
         "window": 30,
     }
+    kept = [np.random.permutation(60)[:length].tolist() for length in lengths]  # in no order
+    moved = {
+        "key_positions": positions_for(cache, 16, kept),
+        "query_positions": torch.randint(0, 62, (sum(queries),)),
+    }
     for _ in groupings(monkeypatch):
         check(cache, query, queries, **options)
+        check(cache, query, queries, **moved)
         check(cache, query, queries)
 
 
