@@ -1,0 +1,68 @@
+// Integer arithmetic and the split of work over cores. Plain C++: tilings use it on the host,
+// kernels on the device. A kernel includes kernel_operator.h before this.
+#pragma once
+#include <cstdint>
+
+#ifndef __aicore__
+#define __aicore__  // a host compiler
+#endif
+
+namespace ascend_kv {
+
+template <typename T>
+__aicore__ inline constexpr T DivUp(T a, T b)
+{
+    return (a + b - 1) / b;
+}
+
+template <typename T>
+__aicore__ inline constexpr T RoundUp(T a, T b)
+{
+    return DivUp(a, b) * b;
+}
+
+template <typename T>
+__aicore__ inline constexpr T RoundDown(T a, T b)
+{
+    return a / b * b;
+}
+
+template <typename T>
+__aicore__ inline constexpr T Smaller(T a, T b)
+{
+    return a < b ? a : b;
+}
+
+template <typename T>
+__aicore__ inline constexpr T Larger(T a, T b)
+{
+    return a > b ? a : b;
+}
+
+struct Range {
+    int64_t begin;
+    int64_t end;
+};
+
+// The units that `core` of `cores` works on: contiguous, none missed, none twice, and as even as
+// whole granules allow. A granule keeps what lies in one 32-byte sector on one core.
+__aicore__ inline Range CoreRange(int64_t units, int64_t cores, int64_t core, int64_t granule)
+{
+    int64_t granules = DivUp(units, granule);
+    int64_t base = granules / cores;
+    int64_t extra = granules % cores;
+    int64_t first = core * base + Smaller(core, extra);
+    int64_t count = base + (core < extra ? 1 : 0);
+    return {Smaller(first * granule, units), Smaller((first + count) * granule, units)};
+}
+
+// The core whose CoreRange (with granule 1) holds `unit`.
+__aicore__ inline int64_t CoreOf(int64_t units, int64_t cores, int64_t unit)
+{
+    int64_t base = units / cores;
+    int64_t extra = units % cores;
+    int64_t large = extra * (base + 1);
+    return unit < large ? unit / (base + 1) : extra + (unit - large) / base;
+}
+
+}  // namespace ascend_kv

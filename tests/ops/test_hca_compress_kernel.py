@@ -1,0 +1,255 @@
+"""The kernels of ``hca_compress`` on the twin, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from kernel_harness import (
+    ELEMENTS,
+    HALF_TYPES,
+    SECTOR_BYTES,
+    SELECT_BYTES,
+    UB_BYTES,
+    inp,
+    kernels,
+    needs_compiler,
+    out,
+    poisoned,
+    run_tiling,
+    twin,
+    usable_ub,
+)
+from kernel_tilings import CompressTiling
+
+pytestmark = needs_compiler
+
+FLOATS = (*HALF_TYPES, torch.float32)
+EPS = 1e-6
+
+
+@dataclasses.dataclass
+class Case:
+    """One call: random gates and values, everything that is written poisoned."""
+
+    lengths: list[int]
+    ratio: int
+    dim: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    overlap: bool = False
+    bias: bool = True
+    norm: bool = True
+    rotary_dim: int = 0
+    first_windows: list[int] | None = None
+    cores: int = 48
+    ub_bytes: int = UB_BYTES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+        self.out_dtype = self.out_dtype or self.dtype
+        self.channels = 2 * self.dim if self.overlap else self.dim
+        self.windows = [n // self.ratio for n in self.lengths]
+        tokens, batch = sum(self.lengths), len(self.lengths)
+
+        def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(*shape, generator=g) * scale
+
+        self.kv = randn(tokens, self.channels).to(self.dtype)
+        self.gate = randn(tokens, self.channels, scale=4.0).to(self.dtype)
+        self.position_bias = randn(self.ratio, self.channels)
+        previous = randn(2, batch, self.ratio, self.dim, scale=2.0).to(self.dtype)
+        self.previous_kv, self.previous_gate = previous
+        self.weight = randn(self.dim)
+        if self.first_windows is None:
+            self.first_windows = [0] * batch
+        last = max(
+            (a + b for a, b in zip(self.first_windows, self.windows, strict=True)), default=0
+        )
+        angles = torch.rand(self.ratio * last + 1, self.rotary_dim // 2, generator=g) * 6
+        self.rotary = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
+
+    def tile(self) -> CompressTiling:
+        assert self.out_dtype is not None
+        sizes = [
+            *(sum(self.windows), len(self.lengths), self.dim, self.ratio, self.overlap, self.bias),
+            *(self.norm, self.rotary_dim, ELEMENTS[self.dtype], ELEMENTS[self.out_dtype], 1000),
+        ]
+        return run_tiling("hca_compress", CompressTiling, sizes, self.cores, self.ub_bytes)
+
+    def sequences(self) -> torch.Tensor:
+        rows, token, entry = [], 0, 0
+        assert self.first_windows is not None
+        for length, count, first in zip(
+            self.lengths, self.windows, self.first_windows, strict=True
+        ):
+            rows.append([token, entry, first, 0])
+            token += length
+            entry += count
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def run(self, seed: int = 0) -> tuple[torch.Tensor, list[twin.Result]]:
+        t = self.tile()
+        assert self.out_dtype is not None
+        assert 0 < t.ub_bytes <= usable_ub(self.ub_bytes)
+        entries = poisoned((sum(self.windows), self.dim), self.out_dtype)
+        library, table = kernels("hca_compress"), inp(self.sequences())
+        bias = inp(self.position_bias) if self.bias else None
+        previous = [
+            inp(x) if self.overlap else None for x in (self.previous_kv, self.previous_gate)
+        ]
+        weight = inp(self.weight) if self.norm else None
+        rotary = inp(self.rotary) if self.rotary_dim else None
+        inputs = [inp(self.kv), inp(self.gate), table, bias, *previous]
+        if t.split:
+            work = poisoned((t.workspace_bytes // 4,), torch.float32)
+            launches = [
+                ("hca_compress_pool", t.cores, *inputs, out(work), bytes(t)),
+                ("hca_compress_finish", t.finish_cores, inp(work), table, weight, rotary,
+                 out(entries), bytes(t)),
+            ]  # fmt: skip
+        else:
+            launches = [("hca_compress", t.cores, *inputs, weight, rotary, out(entries), bytes(t))]
+        results = [library.launch(*launch, seed=seed + i) for i, launch in enumerate(launches)]
+        assert all(r.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES for r in results)
+        return entries, results
+
+    def expect(self) -> torch.Tensor:
+        """Entries in float64."""
+        assert self.first_windows is not None
+        rows, token = [], 0
+        for b, length in enumerate(self.lengths):
+            for w in range(self.windows[b]):
+                start = token + w * self.ratio
+                rows.append(self._entry(b, w, start, self.first_windows[b] + w))
+            token += length
+        return torch.stack(rows) if rows else torch.empty(0, self.dim)
+
+    def _entry(self, b: int, w: int, start: int, window: int) -> torch.Tensor:
+        d, own = self.dim, slice(start, start + self.ratio)
+        bias = self.position_bias.double() if self.bias else 0.0
+        kv, gate = self.kv[own].double(), self.gate[own].double() + bias
+        if self.overlap:
+            kv, gate = kv[:, d:], gate[:, d:]
+            before = None
+            if w > 0:
+                rows = slice(start - self.ratio, start)
+                before = self.kv[rows, :d], self.gate[rows, :d]
+            elif window > 0:
+                before = self.previous_kv[b], self.previous_gate[b]
+            if before is not None:
+                first_bias = self.position_bias[:, :d].double() if self.bias else 0.0
+                kv = torch.cat([before[0].double(), kv])
+                gate = torch.cat([before[1].double() + first_bias, gate])
+        entry = (gate.softmax(0) * kv).sum(0)
+        if self.norm:
+            entry = entry / (entry.square().mean() + EPS).sqrt() * self.weight.double()
+        if self.rotary_dim:
+            cosine, sine = self.rotary[self.ratio * window].double().unbind(-1)
+            first, second = entry[-self.rotary_dim :].unflatten(0, (-1, 2)).unbind(-1)
+            turned = torch.stack(
+                [first * cosine - second * sine, second * cosine + first * sine], -1
+            )
+            entry = torch.cat([entry[: -self.rotary_dim], turned.flatten()])
+        return entry
+
+    def check(self, seed: int = 0) -> tuple[CompressTiling, list[twin.Result]]:
+        found, results = self.run(seed)
+        expected = self.expect()
+        assert found.shape == expected.shape
+        bad = ~(found.isfinite() | expected.isfinite().logical_not())
+        assert not bad.any(), f"{int(bad.sum())} entries are not finite"
+        # Float32 errors of a softmax and a norm, and one rounding to the entries' type.
+        wanted = expected.nan_to_num(posinf=0.0, neginf=0.0)
+        tolerance = 4e-6 * wanted.abs().amax(-1, keepdim=True) + 1e-30
+        tolerance = tolerance + torch.finfo(found.dtype).eps * 0.5001 * wanted.abs()
+        error = (found.double().nan_to_num() - wanted).abs()
+        assert (error <= tolerance).all(), f"error {(error / tolerance).max():.3g} of the tolerance"
+        assert (found.isnan() == expected.isnan()).all()
+        return self.tile(), results
+
+
+def random_case(draw: random.Random, ratio: int, overlap: bool) -> Case:
+    batch = draw.choice([1, 1, 2, 5])
+    lengths = [draw.randrange(0, 4 * ratio + 3) for _ in range(batch)]
+    lengths[draw.randrange(batch)] = draw.choice([ratio, 3 * ratio + 1])
+    dim = draw.choice([64, 72, 80, 128, 192, 512])
+    return Case(
+        lengths, ratio, dim,
+        dtype=draw.choice(FLOATS), out_dtype=draw.choice(FLOATS), overlap=overlap,
+        bias=draw.random() < 0.7, norm=draw.random() < 0.7,
+        rotary_dim=draw.choice([0, 8, 64]),
+        first_windows=[draw.choice([0, 0, 1, 7]) for _ in range(batch)],
+        cores=draw.choice([1, 3, 8, 48]),
+        ub_bytes=draw.choice([UB_BYTES, UB_BYTES, 144 * 1024]),
+        seed=draw.randrange(1 << 30),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ratio", [2, 4, 5, 16, 32, 128, 200])
+def test_equals_float64(ratio: int, overlap: bool) -> None:
+    draw = random.Random(f"{ratio} {overlap}")
+    for attempt in range(12 if ratio < 100 else 5):
+        random_case(draw, ratio, overlap).check(seed=attempt)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_deepseek_shapes(dtype: torch.dtype) -> None:
+    hca, _ = Case([128 * 3 + 5, 130], 128, 512, dtype, rotary_dim=64).check()
+    assert hca.split and hca.bias_stays
+    csa, _ = Case([300, 4, 3], 4, 512, dtype, overlap=True, rotary_dim=64).check()
+    assert not csa.split and csa.bias_stays
+    Case([64], 4, 128, dtype, overlap=True, rotary_dim=64, first_windows=[5]).check()
+
+
+def test_bias_that_does_not_stay() -> None:
+    case = Case([600 * 2], 600, 128)
+    tiling, _ = case.check()
+    assert not tiling.bias_stays and tiling.tile_rows < 600
+
+
+def test_extreme_gates() -> None:
+    case = Case([16 * 6], 16, 64, torch.float32, norm=False, bias=False)
+    case.gate[16:32] *= 1e30  # one token takes all
+    case.gate[32:48] = 3.0e38
+    case.gate[48:64, ::2] = -float("inf")
+    case.gate[50] = -3.0e38
+    case.kv[64:80] *= 1e-38
+    case.gate[80] = float("nan")
+    case.check()
+
+
+def test_nothing_to_do() -> None:
+    assert Case([3, 0], 4, 64).tile().cores == 0
+    assert Case([], 4, 64).tile().cores == 0
+
+
+@pytest.mark.parametrize("shape", ["hca", "csa", "indexer"])
+def test_traffic(shape: str) -> None:
+    """kv, gate, rotary rows and entries once, and the position bias by each core that works."""
+    tokens, cores = 16384, 8
+    if shape == "hca":
+        case = Case([tokens], 128, 512, rotary_dim=64, cores=cores)
+    else:
+        dim = 512 if shape == "csa" else 128
+        case = Case([tokens // 2], 4, dim, overlap=True, rotary_dim=64, cores=cores)
+    t = case.tile()
+    _, results = case.run()
+    least = (case.kv.nbytes + case.gate.nbytes) // SECTOR_BYTES
+    least += sum(case.windows) * (case.dim * 2 + case.rotary_dim * 4) // SECTOR_BYTES
+    least += cores * case.position_bias.nbytes // -(-t.dim // t.chunk) // SECTOR_BYTES
+    moved = sum(r.total["read_sectors"] + r.total["write_sectors"] for r in results)
+    assert moved <= 1.02 * least
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_no_core_idle(ratio: int) -> None:
+    """Twelve windows of 512 channels are enough for 48 cores."""
+    for windows in (12, 48, 49):
+        _, results = Case([windows * ratio], ratio, 512, norm=False).run()
+        assert len(results[0].cores) == 48
+        assert all(core["write_bytes"] for core in results[0].cores)
