@@ -93,6 +93,16 @@ def test_scales_across_cores(granularity: str, dtype: torch.dtype) -> None:
         assert all(core["write_bytes"] for r in found.results[::2] for core in r.cores)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_longer_than_a_repeat_stride_reaches(symmetric: bool) -> None:
+    """Several rows of more than 255 blocks in one tile."""
+    generator = torch.Generator().manual_seed(10)
+    for tokens in (41, 50, 64):
+        x = torch.randn(2, 3, tokens, 64, generator=generator).half()
+        found = check(x, "head", symmetric, cores=1)
+        assert found.tiling.tile_rows > 1 and found.tiling.stride > 255 * 8
+
+
 def test_token_with_more_heads_than_a_tile() -> None:
     generator = torch.Generator().manual_seed(2)
     x = random_values(generator, (2, 61, 5, 64), torch.bfloat16)

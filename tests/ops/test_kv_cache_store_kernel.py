@@ -232,6 +232,18 @@ def test_more_heads_than_a_tile(mode: str) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("mode", ["token", "static"])
+def test_tokens_wider_than_a_repeat_stride_reaches(mode: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for dim in (72, 128):
+        key = torch.randn(6, 32, dim, generator=generator).bfloat16()
+        slots = torch.tensor([9, 1, 2, 3, -1, 30])
+        for symmetric in (True, False):
+            case = Case(key, key, slots, mode, 2, 16, symmetric=symmetric, cores=1)
+            assert case.tile().tile_tokens > 1
+            case.check()
+
+
 def test_nothing_to_do() -> None:
     empty = torch.empty(0, 2, 64, dtype=torch.float16)
     assert Case(empty, empty, torch.empty(0), "token_head", 1, 16).tile().cores == 0
