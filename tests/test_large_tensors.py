@@ -108,7 +108,8 @@ def test_entries_up_to_the_last_int32() -> None:
     """A sequence of 2**31 tokens, of which a few are attended to."""
     size, blocks = 2**20, 2**11
     cache = overlapping(blocks, 1, size, 8)
-    table = torch.arange(blocks).flip(0)[None].to(torch.int32)
+    # wider than needed, so that an index that wrapped around finds another block
+    table = torch.arange(-5, blocks).clamp(min=0).flip(0)[None].to(torch.int32)
     entries = torch.tensor([[LIMIT - 1, LIMIT - size - 7, 3]], dtype=torch.int32)
     tokens = torch.stack(
         [cache[int(table[0, e // size]), :, e % size] for e in entries[0].tolist()]

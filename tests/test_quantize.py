@@ -126,7 +126,19 @@ def test_static(symmetric: bool) -> None:
         ),
         ("k_scale", {"scale_type": "static", "k_scale": -1.0, "v_scale": 1.0}),
         ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": math.nan}),
+        ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": math.inf}),
         ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": torch.ones(3)}),
+        (
+            "k_zero_point",
+            {
+                "scale_type": "static",
+                "symmetric": False,
+                "k_scale": 1.0,
+                "v_scale": 1.0,
+                "k_zero_point": math.nan,
+                "v_zero_point": 0.0,
+            },
+        ),
     ],
 )
 def test_settings_that_are_refused(field: str, arguments: dict[str, Any]) -> None:

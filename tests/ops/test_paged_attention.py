@@ -134,6 +134,14 @@ def test_sinks(cache_with: Any, dtype: torch.dtype) -> None:
     check(cache, torch.randn(sum(queries), 4, 64), queries, sinks=sinks)
 
 
+@pytest.mark.parametrize("granularity", ["token_head", "channel"])
+def test_sinks_take_their_share_of_the_zero_points(cache_with: Any, granularity: str) -> None:
+    queries, lengths = MIXED
+    cache = cache_with(lengths, granularity=granularity, symmetric=False)
+    sinks = torch.tensor([-3.0, 0.0, 2.5, 6.0])
+    check(cache, torch.randn(sum(queries), 4, 64), queries, sinks=sinks)
+
+
 def test_a_sink_of_minus_infinity_is_none(cache_with: Any) -> None:
     queries, lengths = MIXED
     cache = cache_with(lengths)
@@ -143,10 +151,10 @@ def test_a_sink_of_minus_infinity_is_none(cache_with: Any) -> None:
         assert torch.equal(given, wanted)
 
 
-@pytest.mark.parametrize("window", [0, 5, 20])  # 5 leaves whole blocks of decodes out
+@pytest.mark.parametrize("window", [0, 5, 20])  # 5 leaves whole blocks out
 @pytest.mark.parametrize("spare", [0, 11])
 def test_score_bias(cache_with: Any, window: int, spare: int) -> None:
-    queries, lengths = MIXED
+    queries, lengths = [1, 5, 0, 1, 33, 1], [20, 37, 9, 33, 40, 1]
     cache = cache_with(lengths, dim=16)
     bias = torch.randn(sum(queries), 6, max(lengths) + spare) * 2
     query = torch.randn(sum(queries), 6, 16)
@@ -329,6 +337,11 @@ def test_decodes_of_like_length_share_a_group(monkeypatch: pytest.MonkeyPatch) -
     groups = list(attention_tiles.decode_groups(decodes, block_elements=2))
     assert [[d.num_blocks for d in group] for group in groups] == [[10, 10, 9, 9, 9], [3, 2]]
     assert sorted(d.row for group in groups for d in group) == list(range(7))
+    monkeypatch.setattr(attention_tiles, "GROUP_ELEMENTS", 1000)
+    monkeypatch.setattr(attention_tiles, "PADDING_ELEMENTS", 6)  # 3 blocks of padding, not 4
+    decodes = [attention_tiles.Decode(count, 0, 0, count * 4, 0) for count in (10, 9, 9, 8, 8)]
+    groups = list(attention_tiles.decode_groups(decodes, block_elements=2))
+    assert [[d.num_blocks for d in group] for group in groups] == [[10, 9, 9], [8, 8]]
 
 
 def test_opcheck(cache_with: Any, opcheck: Any) -> None:

@@ -73,7 +73,7 @@ def test_an_npu_is_found_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert platform.find_device() == "npu"
     platform.check_device("npu")
-    assert get_device(platform.device_name("npu")).name == "910B3"
+    assert platform.device_name("npu") == get_device("910B3").name == "910B3"
     assert (platform.free_memory_bytes("npu"), platform.total_memory_bytes("npu")) == (30, 64)
     platform.synchronize("npu")
     assert waited == [True]
