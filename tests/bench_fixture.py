@@ -19,6 +19,7 @@ from ascend_kv.evaluate.results import (
     Measured,
     ModelInfo,
     Perplexity,
+    PlantedRow,
     Predicted,
     Sample,
     SchemeResult,
@@ -48,6 +49,7 @@ RECIPE: dict[str, Any] = {
     ],
     "sweep": {"batches": [1, 4], "context_tokens": 20, "steps": 2},
     "perplexity": {"windows": 2, "window_tokens": 40, "cluster_tokens": 8, "chunk_tokens": 16},
+    "planted_bias": {"texts": 1},
     "samples": {"prompts": ["def f(x):", "import"], "max_tokens": 6},
     "quick": {"workload": {"requests": 6}},
 }
@@ -92,6 +94,7 @@ def make_scheme(
         utilisation=0.96,
         preemptions=3,
         recomputed_tokens=1234,
+        key_conditioning="keys as the model makes them",
         timeline=Timeline([0.0, 1.0, 2.0], [8, 8, 4], [0.95, 0.97, 0.96]),
     )
     return SchemeResult(name, allocator, kv_cache_dtype, batch, predicted, measured, ratio)
@@ -119,10 +122,14 @@ def make_result() -> BenchResult:
         perplexity=Perplexity(
             "some method", 2, 1024, 2046, 16, "cache",
             [
-                FormatPerplexity("float32", 12.5, 1.0, 1.0, 1.0, 9.0),
-                FormatPerplexity("int8", 12.51, 1.0008, 0.9996, 1.002, 9.0),
+                FormatPerplexity("float32", 12.5, 1.0, 1.0, 1.0, "as the model makes them", 9.0),
+                FormatPerplexity("int8", 12.51, 1.0008, 0.9996, 1.002, "pair scales", 9.0),
             ],
         ),
+        planted_bias=[
+            PlantedRow("unquantized", 8.25, 1.0, 0.0, 1.0, "keys as the model makes them"),
+            PlantedRow("INT8 as it is", 66.0, 8.0, 0.75, 0.25, "keys as the model makes them"),
+        ],
         samples=[Sample("Say | it", "float32", "one\ntwo", "int8", "one\nthree", 9, 4)],
         sweep=Sweep("int8", 216, [SweepPoint(1, 40.0, 0.025), SweepPoint(8, 130.0, 0.0615)]),
         wall_seconds=80.0,

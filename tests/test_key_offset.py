@@ -295,4 +295,4 @@ def test_what_the_report_shows_of_the_planted_model() -> None:
         assert abs(row.perplexity_ratio - 1) < 0.01
         assert row.logit_error < 0.03
         assert row.same_choices > 0.95
-    assert "in layers [0, 2]" in both.conditioning
+    assert "in layers [0, 2]" in both.key_conditioning

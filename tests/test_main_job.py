@@ -28,7 +28,7 @@ class Run:
     """One run of the main job and how its result looked after every part."""
 
     def __init__(self, model: Path, recipe: BenchRecipe) -> None:
-        self.saved: list[tuple[int, bool, int, int, bool]] = []
+        self.saved: list[tuple[int, bool, int, int, int, bool]] = []
         self.said = io.StringIO()
         self.recipe = replace(recipe, model=str(model), device="cpu")
         log = Log(Console(file=self.said, width=200))
@@ -41,6 +41,7 @@ class Run:
                 len(result.schemes),
                 result.sweep is not None,
                 quality,
+                len(result.planted_bias),
                 len(result.samples),
                 result.complete,
             )
@@ -167,6 +168,38 @@ def test_perplexity_by_format(run: Run) -> None:
     assert 0 < abs(half.ratio - 1) < abs(int8.ratio - 1) < 0.05
 
 
+def test_key_conditioning_is_said_where_keys_are_quantized(run: Run) -> None:
+    assert run.result.perplexity is not None
+    for entry in (
+        *((s.kv_cache_dtype, s.measured.key_conditioning) for s in run.result.schemes),
+        *((f.kv_cache_dtype, f.key_conditioning) for f in run.result.perplexity.formats),
+    ):
+        done = "pair scales" if entry[0] == "int8" else "keys as the model makes them"
+        assert entry[1].startswith(done), entry
+
+
+def test_key_conditioning_can_be_switched_off(model: Path, tmp_path: Path) -> None:
+    schemes = [{"name": "only", "kv_cache_dtype": "int8"}]
+    left_out = {"perplexity": RECIPE["perplexity"] | {"formats": ["int8"]}, "schemes": schemes}
+    path = write_recipe(
+        tmp_path / "recipe.yaml", **left_out, pair_scaling=False, planted_bias={"texts": 0}
+    )
+    result = Run(model, load_recipe(path)).result
+    assert result.perplexity is not None and not result.planted_bias
+    for done in (
+        result.schemes[0].measured.key_conditioning,
+        result.perplexity.formats[1].key_conditioning,
+    ):
+        assert done == "keys as the model makes them"
+
+
+def test_the_planted_bias_shows_what_conditioning_is_for(run: Run) -> None:
+    unquantized, bare, *_, both = run.result.planted_bias
+    assert unquantized.perplexity_ratio == unquantized.same_choices == 1
+    assert bare.perplexity_ratio > 2
+    assert abs(both.perplexity_ratio - 1) < 0.05
+
+
 def test_sweep_and_samples(run: Run) -> None:
     assert run.result.sweep is not None
     for point, batch in zip(run.result.sweep.points, (1, 4), strict=True):
@@ -181,9 +214,10 @@ def test_sweep_and_samples(run: Run) -> None:
 
 def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
     assert run.saved == [
-        *((number, False, 0, 0, False) for number in range(1, 6)),
-        *((5, True, quality, 0, False) for quality in range(4)),
-        (5, True, 3, 2, False),
+        *((number, False, 0, 0, 0, False) for number in range(1, 6)),
+        *((5, True, quality, 0, 0, False) for quality in range(4)),
+        (5, True, 3, 5, 0, False),
+        (5, True, 3, 5, 2, False),
     ]
     assert run.result.complete
     assert "no NPU" not in run.said.getvalue()  # the device was named, nothing was searched
@@ -275,6 +309,9 @@ def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ({"budget": {"sequences": 0}}, "budget.sequences"),
         ({"budget": {"kv_cache_dtype": "int8"}}, "budget.kv_cache_dtype.*float16"),
         ({"max_model_len": 40}, "at most max_model_len = 40"),
+        ({"pair_scaling": "all"}, "pair_scaling"),
+        ({"key_offset_layers": "some"}, "key_offset_layers.*auto"),
+        ({"planted_bias": {"texts": -1}}, "planted_bias.texts.*0 or more"),
         ({"device": "gpu"}, "gpu.*auto, cpu, npu"),
         ({"quick": {"workload": {"requests": 0}}}, "workload.requests"),
         ({"quick": {"typo": 0}}, "typo"),

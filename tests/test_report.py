@@ -76,7 +76,9 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
     assert "| contiguous FP16 | 7.5 (8) | 50.0 | 1.00x |" in text
     assert "| paged INT8 | 8.5 | 11.2 | 8 | 7.5 | 8 | 1,440,000 | 1,440,000 |" in text
     assert "| together | paged INT8 | contiguous FP16 | 2.50x |" in text
-    assert "| int8 | 12.5100 | +0.080 % [-0.040, +0.200] | 9.0 |" in text
+    assert "| int8 | 12.5100 | +0.080 % [-0.040, +0.200] | pair scales | 9.0 |" in text
+    assert "| unquantized | 8.250 | reference | 0.00% | 100.0% | keys as" in text
+    assert "| INT8 as it is | 66.000 | +700.00 % | 75.00% | 25.0% | keys as" in text
     assert "| 8 | 130.0 | 61.5 |" in text
     assert "Some Processor, 2 cores, 2 threads" in text
     assert "log-normal with mean 12, sigma 0.3, clipped to 4 to 32" in text
@@ -91,7 +93,7 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
 
 def test_every_table_says_what_kind_of_figures_it_holds() -> None:
     titles = re.findall(r"^## (.*)$", report.markdown(make_result(), []), re.MULTILINE)
-    assert len(titles) == 6
+    assert len(titles) == 7
     for title in titles:
         assert re.search(r"\((measured|predicted)\b.*\)$", title), title
 

@@ -1,8 +1,9 @@
 """The main job: schemes side by side under one KV budget, then what they cost in quality.
 
 Order of a run: plan, schemes as the recipe lists them (each warmed up before it is timed), decode
-sweep, perplexity, samples. All of it shares one set of weights. ``report.json`` is written after
-every part, so that a run that breaks off has lost nothing but the part it was in.
+sweep, perplexity, planted key bias (on a model of its own), samples. The rest shares one set of
+weights. ``report.json`` is written after every part, so that a run that breaks off has lost
+nothing but the part it was in.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
+from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
 from ascend_kv.evaluate.recipe import BenchRecipe
 from ascend_kv.evaluate.results import (
     BenchResult,
@@ -73,7 +75,13 @@ def run_main_job(
     started = time.perf_counter()
     text = load_text(text_path)
     job = _MainJob(recipe, text, quick, log)
-    for part in (job.run_schemes, job.run_sweep, job.run_perplexity, job.run_samples):
+    for part in (
+        job.run_schemes,
+        job.run_sweep,
+        job.run_perplexity,
+        job.run_planted_bias,
+        job.run_samples,
+    ):
         for _ in part():
             job.result.operators = platform.implementations(job.device)
             job.result.wall_seconds = time.perf_counter() - started
@@ -208,7 +216,8 @@ class _MainJob:
         for kv_cache_dtype in ("auto", *others):
             started = time.perf_counter()
             shown = self.loaded.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-            losses[kv_cache_dtype] = self._losses(kv_cache_dtype)
+            llm = self._scoring_llm(kv_cache_dtype)
+            losses[kv_cache_dtype] = self._losses(llm, kv_cache_dtype)
             interval = compare(losses[kv_cache_dtype], losses["auto"], settings.cluster_tokens)
             formats.append(
                 FormatPerplexity(
@@ -217,6 +226,7 @@ class _MainJob:
                     ratio=math.exp(interval.mean),
                     ratio_low=math.exp(interval.low),
                     ratio_high=math.exp(interval.high),
+                    key_conditioning=str(llm.conditioning),
                     wall_seconds=time.perf_counter() - started,
                 )
             )
@@ -232,12 +242,11 @@ class _MainJob:
             self.log.say(f"perplexity with a {shown} cache: {formats[-1].perplexity:.4f}")
             yield
 
-    def _losses(self, kv_cache_dtype: str) -> list[list[float]]:
-        settings = self.recipe.perplexity
-        geometry, length = self.loaded.geometry, settings.window_tokens
+    def _scoring_llm(self, kv_cache_dtype: str) -> LLM:
+        geometry, length = self.loaded.geometry, self.recipe.perplexity.window_tokens
         formats = layer_formats(self.recipe, kv_cache_dtype, geometry, self.loaded.dtype)
         blocks = -(-length // self.block_size)
-        llm = LLM(
+        return LLM(
             str(self.loaded.path),
             **cache_options(self.recipe, kv_cache_dtype),
             max_model_len=length,
@@ -247,11 +256,23 @@ class _MainJob:
             device=self.device,
             weights=self.loaded,
         )
-        tokens = length * len(self.windows)
+
+    def _losses(self, llm: LLM, kv_cache_dtype: str) -> list[list[float]]:
+        settings = self.recipe.perplexity
+        tokens = settings.window_tokens * len(self.windows)
         with self.log.bar(f"perplexity, {kv_cache_dtype}", tokens, "tokens") as advance:
             return window_losses(
                 llm.model, self.windows, self.block_size, settings.chunk_tokens, advance
             )
+
+    def run_planted_bias(self) -> Iterator[None]:
+        """Score a small model with a large key bias, with and without key conditioning."""
+        texts = self.recipe.planted_bias.texts
+        if not texts:
+            return
+        with self.log.bar("planted key bias", len(CACHES), "caches") as advance:
+            self.result.planted_bias = measure_planted_bias(texts, advance)
+        yield
 
     def run_samples(self) -> Iterator[None]:
         """Generate with an unquantized and a quantized cache."""

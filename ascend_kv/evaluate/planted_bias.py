@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
+from ascend_kv.evaluate.results import PlantedRow
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.planted_model import make_planted_model
 from ascend_kv.llm import LLM
@@ -35,23 +36,13 @@ CACHES: dict[str, dict[str, Any]] = {
 _TEXT_TOKENS = 128
 
 
-@dataclass(frozen=True)
-class PlantedRow:
-    """One cache on the planted model."""
+def measure_planted_bias(
+    texts: int = 6, advance: Callable[[int], None] = lambda caches: None
+) -> list[PlantedRow]:
+    """Make the model, let it write ``texts`` texts, and score them with every cache.
 
-    name: str
-    perplexity: float
-    perplexity_ratio: float
-    """against the unquantized cache"""
-    logit_error: float
-    """root mean square of the difference from the unquantized logits, against their deviation"""
-    same_choices: float
-    """share of positions at which the most likely token is the unquantized one's"""
-    conditioning: str
-
-
-def measure_planted_bias(texts: int = 6) -> tuple[PlantedRow, ...]:
-    """Make the model, let it write ``texts`` texts, and score them with every cache."""
+    ``advance`` is called with 1 after every cache of ``CACHES``.
+    """
     with tempfile.TemporaryDirectory() as directory:
         weights = load_model(make_planted_model(Path(directory)))
     written = _write_texts(weights, texts)
@@ -72,10 +63,11 @@ def measure_planted_bias(texts: int = 6) -> tuple[PlantedRow, ...]:
                 perplexity_ratio=perplexity / rows[0].perplexity if rows else 1.0,
                 logit_error=float((logits - reference).square().mean().sqrt() / reference.std()),
                 same_choices=float((logits.argmax(-1) == reference.argmax(-1)).float().mean()),
-                conditioning=str(llm.conditioning),
+                key_conditioning=str(llm.conditioning),
             )
         )
-    return tuple(rows)
+        advance(1)
+    return rows
 
 
 def _make_llm(weights: LoadedModel, **options: Any) -> LLM:

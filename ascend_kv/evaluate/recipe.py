@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ascend_kv.config import CacheConfig, from_mapping
+from ascend_kv.config import CacheConfig, KeyOffsetLayers, PairScaling, from_mapping
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.workload import WorkloadRecipe
 from ascend_kv.geometry import FORMATS
@@ -81,6 +81,14 @@ class PerplexityRecipe:
 
 
 @dataclass(frozen=True)
+class PlantedBiasRecipe:
+    """The small model with a large key bias that is scored beside the real one."""
+
+    texts: int = 6
+    """Texts of 128 tokens that it writes and that every cache scores; 0 leaves the part out."""
+
+
+@dataclass(frozen=True)
 class SampleRecipe:
     """Prompts that are continued greedily with an unquantized and a quantized cache."""
 
@@ -112,6 +120,8 @@ class BenchRecipe:
     granularity: str = "token_head"
     symmetric: bool = True
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    pair_scaling: PairScaling = "auto"
+    key_offset_layers: KeyOffsetLayers = "auto"
     prefill_reads: str = "cache"
     seed: int = 0
     budget: BudgetRecipe = field(default_factory=BudgetRecipe)
@@ -119,6 +129,7 @@ class BenchRecipe:
     schemes: tuple[SchemeRecipe, ...] = ()
     sweep: SweepRecipe = field(default_factory=SweepRecipe)
     perplexity: PerplexityRecipe = field(default_factory=PerplexityRecipe)
+    planted_bias: PlantedBiasRecipe = field(default_factory=PlantedBiasRecipe)
     samples: SampleRecipe = field(default_factory=SampleRecipe)
 
     def check(self) -> None:
@@ -139,6 +150,7 @@ class BenchRecipe:
         _at_least("sweep.context_tokens", self.sweep.context_tokens, 1)
         _at_least("sweep.steps", self.sweep.steps, 1)
         self.perplexity.check()
+        _at_least("planted_bias.texts", self.planted_bias.texts, 0)
         _at_least("samples.max_tokens", self.samples.max_tokens, 1)
         for kv_cache_dtype in self.formats():
             CacheConfig(
@@ -146,6 +158,8 @@ class BenchRecipe:
                 granularity=self.granularity,
                 symmetric=self.symmetric,
                 kv_cache_dtype_skip_layers=self.kv_cache_dtype_skip_layers,
+                pair_scaling=self.pair_scaling,
+                key_offset_layers=self.key_offset_layers,
                 block_size=self.block_size,
                 prefill_reads=self.prefill_reads,
             )

@@ -21,6 +21,7 @@ from ascend_kv.evaluate.tables import (
     comparison_table,
     factor_table,
     perplexity_table,
+    planted_table,
     scheme_table,
     sweep_table,
 )
@@ -105,6 +106,8 @@ def _tables(result: BenchResult) -> list[TextTable]:
     tables = [scheme_table(result), factor_table(result), comparison_table(result)]
     if result.perplexity is not None:
         tables.append(perplexity_table(result.perplexity))
+    if result.planted_bias:
+        tables.append(planted_table(result.planted_bias))
     return tables
 
 

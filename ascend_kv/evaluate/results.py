@@ -71,6 +71,8 @@ class Measured:
     """Share of the held token slots that held a token, averaged over time."""
     preemptions: int
     recomputed_tokens: int
+    key_conditioning: str
+    """What was done to the model's keys before they were stored."""
     timeline: Timeline
 
 
@@ -109,6 +111,8 @@ class FormatPerplexity:
     ratio_low: float
     ratio_high: float
     """Ends of the 95 % confidence interval of the ratio."""
+    key_conditioning: str
+    """What was done to the model's keys before they were stored."""
     wall_seconds: float
 
 
@@ -123,6 +127,21 @@ class Perplexity:
     clusters: int
     prefill_reads: str
     formats: list[FormatPerplexity]
+
+
+@dataclass(frozen=True)
+class PlantedRow:
+    """One cache on a small random model with a large key bias, against its unquantized cache."""
+
+    name: str
+    perplexity: float
+    perplexity_ratio: float
+    """Over the unquantized cache's; 1 for that one itself."""
+    logit_error: float
+    """Root mean square of the difference from the unquantized logits, over their deviation."""
+    same_choices: float
+    """Share of positions at which the most likely token is the unquantized one's."""
+    key_conditioning: str
 
 
 @dataclass(frozen=True)
@@ -210,6 +229,7 @@ class BenchResult:
     schemes: list[SchemeResult] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
     perplexity: Perplexity | None = None
+    planted_bias: list[PlantedRow] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     sweep: Sweep | None = None
     wall_seconds: float = 0.0

@@ -46,6 +46,8 @@ def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
         "granularity": recipe.granularity,
         "symmetric": recipe.symmetric,
         "kv_cache_dtype_skip_layers": recipe.kv_cache_dtype_skip_layers if quantized else (),
+        "pair_scaling": recipe.pair_scaling,
+        "key_offset_layers": recipe.key_offset_layers if quantized else "none",
     }
 
 
@@ -176,6 +178,7 @@ def _measure(llm: LLM, wall_seconds: float) -> Measured:
         utilisation=_time_mean(steps, lambda cache: cache.utilisation),
         preemptions=stats.preemptions,
         recomputed_tokens=stats.recomputed_tokens,
+        key_conditioning=str(llm.conditioning),
         timeline=_timeline(steps),
     )
 
