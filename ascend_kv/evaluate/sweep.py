@@ -81,10 +81,9 @@ def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
         )
     )
     for layer in llm.cache.layers:
-        for tensor in layer:
-            if tensor is not None:
-                copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
-                copies[1:] = copies[:1].clone()
+        for tensor in layer.block_tensors:
+            copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
+            copies[1:] = copies[:1].clone()
 
 
 def _decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:
