@@ -267,7 +267,7 @@ def plan_blocks(
     block_bytes = geometry.block_bytes(formats, block_size)
     static_bytes = geometry.static_bytes(formats, max_model_len)
     least_blocks = -(-max_model_len // block_size)
-    least = least_blocks * block_bytes + static_bytes
+    least = geometry.cache_bytes(formats, least_blocks, block_size, max_model_len)
     if memory_bytes < least:
         raise UsageError(
             "kv_cache_memory_bytes",

@@ -242,6 +242,13 @@ class ModelGeometry:
             spec.static_bytes(self.num_kv_heads, self.head_dim, max_model_len) for spec in formats
         )
 
+    def cache_bytes(
+        self, formats: Sequence[FormatSpec], num_blocks: int, block_size: int, max_model_len: int
+    ) -> int:
+        """Bytes of a whole cache: its blocks, and once the static scales."""
+        blocks = num_blocks * self.block_bytes(formats, block_size)
+        return blocks + self.static_bytes(formats, max_model_len)
+
     def ungrouped_token_bytes(self, element_bytes: int = 2) -> int:
         """Bytes of one token if every query head kept a key and a value of its own.
 

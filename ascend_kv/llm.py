@@ -249,8 +249,9 @@ class LLMEngine:
             share = int(utilization * free)
         else:
             blocks = -(-self.max_model_len // self.block_size)
-            longest = blocks * self.geometry.block_bytes(self.formats, self.block_size)
-            longest += self.geometry.static_bytes(self.formats, self.max_model_len)
+            longest = self.geometry.cache_bytes(
+                self.formats, blocks, self.block_size, self.max_model_len
+            )
             share = max(_DEFAULT_KV_BYTES, longest)
         if share <= 0:
             raise UsageError(
@@ -266,7 +267,7 @@ class LLMEngine:
         )
         return share
 
-    def _warn_of_clipping(self) -> None:
+    def warn_of_clipping(self) -> None:
         """Say once in the log that static scales clip more than they should."""
         shares = self.cache.clipped_shares()
         if self._warned_of_clipping or not shares:
@@ -392,7 +393,7 @@ class LLM(LLMEngine):
                 if output.finished:
                     results[index] = output
                     bar.update()
-        self._warn_of_clipping()
+        self.warn_of_clipping()
         return [results[index] for index in range(len(prompts))]
 
     def _stream(

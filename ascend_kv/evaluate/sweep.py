@@ -45,9 +45,9 @@ def run_sweep(
         str(loaded.path),
         **cache_options(recipe, sweep.kv_cache_dtype),
         max_model_len=length,
-        kv_cache_memory_bytes=max(sweep.batches)
-        * blocks
-        * loaded.geometry.block_bytes(formats, block_size),
+        kv_cache_memory_bytes=loaded.geometry.cache_bytes(
+            formats, max(sweep.batches) * blocks, block_size, length
+        ),
         block_size=block_size,
         skip_tokenizer_init=True,
         device=recipe.device,
