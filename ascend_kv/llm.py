@@ -239,7 +239,8 @@ class LLMEngine:
         return self.engine.step()
 
     def _share_of_memory(self, utilization: float | None) -> int:
-        if utilization is not None and not 0 < utilization <= 1:
+        given = isinstance(utilization, int | float) and 0 < utilization <= 1
+        if utilization is not None and not given:
             raise UsageError("gpu_memory_utilization", utilization, "above 0 and up to 1")
         free = platform.free_memory_bytes(self.device)
         if self.device == "npu":

@@ -14,8 +14,8 @@ from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.geometry import FormatSpec, ModelGeometry, format_spec
-from ascend_kv.integrations.conditioning import ConditionedKeys
 from ascend_kv.integrations.huggingface import HuggingFaceModel
+from ascend_kv.integrations.key_conditioning import ConditionedKeys
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, load_model

@@ -259,6 +259,9 @@ def test_the_count_is_that_of_the_codes_at_their_ends(symmetric: bool) -> None:
     scales.count(key, torch.zeros(1, 1, 7), torch.zeros(1, dtype=torch.int64))
     assert scales.clipped_share == ((5 if symmetric else 4) / 7, 0.0)
     assert StaticScales(spec, given).clipped_share == (0.0, 0.0)
+    lost = StaticScales(spec, given)  # where values are not looked at, NaN gets code 0
+    lost.count(key * float("nan"), torch.zeros(1, 1, 7), torch.zeros(1, dtype=torch.int64))
+    assert lost.clipped_share == (1.0, 0.0)
 
 
 def test_conditioned_keys_want_scales_of_conditioned_keys(weights: LoadedModel) -> None:

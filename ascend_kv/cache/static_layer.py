@@ -67,7 +67,8 @@ class StaticScales:
             if zero_point is not None:
                 steps, lowest = steps - zero_point, lowest - 1
             steps = (steps / scale).round_()
-            self._clipped[side] += ((steps < lowest) | (steps > SYMMETRIC_LIMIT)).sum()
+            inside = (steps >= lowest) & (steps <= SYMMETRIC_LIMIT)  # no NaN is
+            self._clipped[side] += steps.numel() - inside.sum()
 
 
 _SIDES = ("key", "value")

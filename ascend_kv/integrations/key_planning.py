@@ -17,7 +17,11 @@ import torch
 from ascend_kv.config import KeyOffsetLayers, PairScaling
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import FormatSpec, ModelGeometry
-from ascend_kv.integrations.conditioning import ConditionedKeys, KeyConditioning, LayerConditioning
+from ascend_kv.integrations.key_conditioning import (
+    ConditionedKeys,
+    KeyConditioning,
+    LayerConditioning,
+)
 from ascend_kv.integrations.key_folding import Fold, powers_of_two
 from ascend_kv.integrations.key_offset import KeyOffset, make_rotary_table
 from ascend_kv.integrations.key_trial import same_scores, trial_positions, try_keys
