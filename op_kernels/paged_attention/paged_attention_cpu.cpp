@@ -1,5 +1,5 @@
 // paged_attention on a CPU. What it computes is said in ascend_kv/ops/paged_attention.py; how the
-// work is cut, in attention_call.h; the arithmetic, in attention_item.h.
+// work is cut, in cpu_call.h; the arithmetic, in cpu_item.h.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -8,7 +8,7 @@
 
 #include "../common/cpu_operators.h"
 #include "../common/cpu_tensors.h"
-#include "attention_item.h"
+#include "cpu_item.h"
 
 namespace ascend_kv::cpu {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "../common/cpu_paged.h"
 #include "../common/cpu_vector.h"
-#include "online_softmax.h"
+#include "cpu_softmax.h"
 
 namespace ascend_kv::cpu {
 

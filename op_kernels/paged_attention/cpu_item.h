@@ -4,10 +4,10 @@
 
 #include <vector>
 
-#include "attention_call.h"
-#include "few_rows.h"
-#include "many_rows.h"
-#include "online_softmax.h"
+#include "cpu_call.h"
+#include "cpu_few_rows.h"
+#include "cpu_many_rows.h"
+#include "cpu_softmax.h"
 
 namespace ascend_kv::cpu {
 
