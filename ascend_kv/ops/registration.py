@@ -4,6 +4,9 @@ The reference is registered under CompositeExplicitAutograd, so it serves every 
 kernel registers itself for the CPU or for PrivateUse1 (the NPU); the dispatcher then prefers
 the kernel. The C++ side only adds implementations (``TORCH_LIBRARY_IMPL``): the schema stands
 once, in Python. The operators are for inference: no gradient flows through them.
+
+Under the same name in ``ascend_kv_reference`` the reference stays callable whatever serves the
+operator: a kernel hands over what it does not serve, and tests compare.
 """
 
 from __future__ import annotations
@@ -14,20 +17,29 @@ from typing import Any
 import torch
 
 NAMESPACE = "ascend_kv"
+REFERENCE_NAMESPACE = "ascend_kv_reference"
 DISPATCH_KEYS = {"cpu": "CPU", "npu": "PrivateUse1"}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
+_references = torch.library.Library(REFERENCE_NAMESPACE, "DEF")
 
 
 def register(
     schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
     """Define ``ascend_kv::<schema>`` and return what the Python wrapper calls."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # weights that ask for gradients must not turn the cache into a graph that never ends
-    _library.impl(name, torch.no_grad()(reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    serving = torch.no_grad()(reference)
+    for namespace, library in ((NAMESPACE, _library), (REFERENCE_NAMESPACE, _references)):
+        name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, serving, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    return operator(name)
+
+
+def operator(name: str, namespace: str = NAMESPACE) -> torch._ops.OpOverload:
+    """What a wrapper calls: whatever serves the operator, or its reference."""
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     return overload
 
 
