@@ -27,3 +27,7 @@ __all__ = [
     "paged_attention",
     "select_topk",
 ]
+
+from ascend_kv.ops.platform import register_npu_operators  # noqa: E402  it lists the above
+
+register_npu_operators()

@@ -23,11 +23,18 @@ from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import attend, routes_taken
-from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, has_kernel
+from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_back, has_kernel
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
+# Names the library of kernels to load, in place of the one that was built with the package.
+LIBRARY_VARIABLE = "ASCEND_KV_NPU_LIBRARY"
+_BUILT_LIBRARY = "ascend_kv.ops._npu"  # a shared library, no module: setup.py puts it there
+_NOT_BUILT = (
+    "the Ascend C kernels are not built: references serve their operators on the NPU, slowly. "
+    "Source CANN's set_env.sh and install ascend_kv again (op_kernels/README.md)"
+)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 # A library that is collected takes its kernels along.
@@ -44,6 +51,8 @@ def find_device() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
     if _torch_npu().npu.is_available():
+        if not has_kernel("kv_cache_store", "npu"):
+            _say_once(_NOT_BUILT)
         return "npu"
     _say_once("torch_npu is installed but finds no NPU: using the CPU")
     return "cpu"
@@ -87,18 +96,67 @@ def total_memory_bytes(device: str) -> int:
 
 
 def implementations(device: str | None = None) -> dict[str, str]:
-    """For each operator what serves it on ``device``: ``native`` code or the ``reference``."""
+    """For each operator what serves it on ``device``: ``native`` code or the ``reference``.
+
+    Where native code handed calls to the reference, the reasons follow:
+    ``native; reference for scales by group of channels (12 calls)``.
+    """
     where = find_device() if device is None else device
-    return {name: "native" if has_kernel(name, where) else "reference" for name in ops.__all__}
+    return {name: _implementation(name, where) for name in ops.__all__}
+
+
+def _implementation(name: str, device: str) -> str:
+    if not has_kernel(name, device):
+        return "reference"
+    reasons = [f"{reason} ({count} calls)" for reason, count in handed_back(name).items()]
+    return f"native; reference for {', '.join(reasons)}" if reasons else "native"
 
 
 def register_npu_operators() -> bool:
-    """Let CANN's fused attention serve ``paged_attention`` on the NPU; whether it does so now.
+    """Let the Ascend C kernels and CANN's fused attention serve the NPU, where torch_npu is loaded.
 
-    Does something once, and only where torch_npu is loaded and has the functions. It is called
-    when the operators are imported, and when torch_npu is loaded after them.
+    It is called when the operators are imported, and when torch_npu is loaded after them; each
+    part happens once. Without torch_npu nothing happens.
+
+    Returns:
+        Whether fused attention serves ``paged_attention``; ``implementations`` tells of the rest.
+
+    Raises:
+        UsageError: ``ASCEND_KV_NPU_LIBRARY`` names no file.
+        RunError: the library of kernels does not load.
     """
     library = sys.modules.get("torch_npu")
+    if library is None:
+        return False
+    _load_kernels()
+    return _register_attention(library)
+
+
+def _load_kernels() -> None:
+    path = _kernel_library()
+    if path is None or has_kernel("kv_cache_store", "npu"):
+        return
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise RunError(
+            f"the library of NPU kernels {path} does not load: {error}. Source the set_env.sh of "
+            "the CANN it was built with, or install ascend_kv again"
+        ) from error
+
+
+def _kernel_library() -> str | None:
+    """The library that the user names, or the one that was built; None if there is none."""
+    given = os.environ.get(LIBRARY_VARIABLE)
+    if given:
+        if not Path(given).is_file():
+            raise UsageError(LIBRARY_VARIABLE, given, "the path of a library of kernels, or unset")
+        return given
+    spec = importlib.util.find_spec(_BUILT_LIBRARY)
+    return None if spec is None else spec.origin
+
+
+def _register_attention(library: ModuleType) -> bool:
     if not all(hasattr(library, name) for name in (FUNCTION, FUNCTION_V2)):
         return False
     if has_kernel("paged_attention", "npu"):
