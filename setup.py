@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from setuptools import setup
 
-setup()
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+
+from build_npu import add_npu_kernels  # noqa: E402
+
+setup(**add_npu_kernels({}))

@@ -25,7 +25,7 @@ from kernel_harness import KERNELS, kernels, twin
 
 TESTS = Path(__file__).resolve().parent
 STAND_INS = TESTS / "npu_headers"
-TORCH_NPU = "torch_npu==2.13.0"
+TORCH_NPU = "torch_npu==2.13.0"  # as in pyproject.toml
 ENTRY = re.compile(r'extern "C" __global__ __aicore__ void (\w+)\(([^)]*)\)')
 
 
@@ -108,12 +108,11 @@ def _compile(arguments: list[str]) -> None:
         raise AssertionError(done.stderr[:6000])
 
 
-def _digest(*parts: str) -> str:
-    digest = hashlib.sha256("\0".join([torch.__version__, *parts]).encode())
-    for source in sorted([*KERNELS.glob("*.cpp"), *KERNELS.glob("*/*.h"), *KERNELS.glob("*/*.cpp")]):
-        digest.update(source.read_bytes())
-    for header in sorted([*STAND_INS.rglob("*.h"), Path(__file__)]):
-        digest.update(header.read_bytes())
+def _digest() -> str:
+    digest = hashlib.sha256(torch.__version__.encode())
+    ours = [*STAND_INS.rglob("*.h"), Path(__file__), KERNELS / "bindings_npu.cpp"]
+    for path in sorted([*ours, *KERNELS.glob("*/*.h"), *KERNELS.glob("*/*.cpp")]):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -147,8 +146,9 @@ def torch_npu_headers() -> Path:
         return folder / "torch_npu" / "include"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*pip, "-q", "-d", scratch, TORCH_NPU], capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        command = [*pip, "-d", scratch, TORCH_NPU]
+        done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             raise OSError(f"{TORCH_NPU} cannot be downloaded: {done.stderr[-300:]}")

@@ -12,6 +12,7 @@ from ascend_kv.ops.kv_cache_quantize import kv_cache_quantize
 from ascend_kv.ops.kv_cache_store import kv_cache_store
 from ascend_kv.ops.merge_attention import merge_attention
 from ascend_kv.ops.paged_attention import paged_attention
+from ascend_kv.ops.platform import register_npu_operators
 from ascend_kv.ops.select_topk import select_topk
 
 __all__ = [
@@ -27,7 +28,5 @@ __all__ = [
     "paged_attention",
     "select_topk",
 ]
-
-from ascend_kv.ops.platform import register_npu_operators  # noqa: E402  it lists the above
 
 register_npu_operators()

@@ -23,17 +23,17 @@ from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import attend, routes_taken
-from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_back, has_kernel
+from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
-# Names the library of kernels to load, in place of the one that was built with the package.
-LIBRARY_VARIABLE = "ASCEND_KV_NPU_LIBRARY"
-_BUILT_LIBRARY = "ascend_kv.ops._npu"  # a shared library, no module: setup.py puts it there
+# auto, native (an error where kernels are missing) or reference (no kernels)
+OPERATORS_VARIABLE = "ASCEND_KV_OPERATORS"
+_NPU_LIBRARY = "ascend_kv.ops._npu"  # built by setup.py; a library, not a module
 _NOT_BUILT = (
-    "the Ascend C kernels are not built: references serve their operators on the NPU, slowly. "
-    "Source CANN's set_env.sh and install ascend_kv again (op_kernels/README.md)"
+    "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
+    "pip install --no-build-isolation -e .)"
 )
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,8 +51,8 @@ def find_device() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
     if _torch_npu().npu.is_available():
-        if not has_kernel("kv_cache_store", "npu"):
-            _say_once(_NOT_BUILT)
+        if _operators_wanted() != "reference" and not has_kernel("kv_cache_store", "npu"):
+            _say_once(f"{_NOT_BUILT}: references serve their operators on the NPU")
         return "npu"
     _say_once("torch_npu is installed but finds no NPU: using the CPU")
     return "cpu"
@@ -108,7 +108,7 @@ def implementations(device: str | None = None) -> dict[str, str]:
 def _implementation(name: str, device: str) -> str:
     if not has_kernel(name, device):
         return "reference"
-    reasons = [f"{reason} ({count} calls)" for reason, count in handed_back(name).items()]
+    reasons = [f"{reason} ({count} calls)" for reason, count in handed_over(name, device).items()]
     return f"native; reference for {', '.join(reasons)}" if reasons else "native"
 
 
@@ -122,8 +122,8 @@ def register_npu_operators() -> bool:
         Whether fused attention serves ``paged_attention``; ``implementations`` tells of the rest.
 
     Raises:
-        UsageError: ``ASCEND_KV_NPU_LIBRARY`` names no file.
-        RunError: the library of kernels does not load.
+        RunError: the library of kernels does not load, or ``ASCEND_KV_OPERATORS=native`` asks for
+            kernels and there are none.
     """
     library = sys.modules.get("torch_npu")
     if library is None:
@@ -132,28 +132,26 @@ def register_npu_operators() -> bool:
     return _register_attention(library)
 
 
+def _operators_wanted() -> str:
+    return os.environ.get(OPERATORS_VARIABLE) or "auto"
+
+
 def _load_kernels() -> None:
-    path = _kernel_library()
-    if path is None or has_kernel("kv_cache_store", "npu"):
+    wanted = _operators_wanted()
+    if wanted == "reference" or has_kernel("kv_cache_store", "npu"):
+        return
+    found = importlib.util.find_spec(_NPU_LIBRARY)
+    if found is None or found.origin is None:
+        if wanted == "native":
+            raise RunError(f"{OPERATORS_VARIABLE}=native, but {_NOT_BUILT}")
         return
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(found.origin)
     except OSError as error:
         raise RunError(
-            f"the library of NPU kernels {path} does not load: {error}. Source the set_env.sh of "
-            "the CANN it was built with, or install ascend_kv again"
+            f"the NPU kernels in {found.origin} do not load ({error.__cause__ or error}). Source "
+            "the set_env.sh of the CANN that they were built with, or install ascend_kv again"
         ) from error
-
-
-def _kernel_library() -> str | None:
-    """The library that the user names, or the one that was built; None if there is none."""
-    given = os.environ.get(LIBRARY_VARIABLE)
-    if given:
-        if not Path(given).is_file():
-            raise UsageError(LIBRARY_VARIABLE, given, "the path of a library of kernels, or unset")
-        return given
-    spec = importlib.util.find_spec(_BUILT_LIBRARY)
-    return None if spec is None else spec.origin
 
 
 def _register_attention(library: ModuleType) -> bool:

@@ -5,8 +5,9 @@ kernel registers itself for the CPU or for PrivateUse1 (the NPU); the dispatcher
 the kernel. The C++ side only adds implementations (``TORCH_LIBRARY_IMPL``): the schema stands
 once, in Python. The operators are for inference: no gradient flows through them.
 
-A kernel that meets a case it does not serve calls ``ascend_kv_reference::<name>(reason, ...)``,
-which runs the reference, tells the reason once and counts it.
+Under the same name in ``ascend_kv_reference`` the reference stays callable whatever serves the
+operator: a kernel hands over what it does not serve, and tests compare. A kernel that does so
+calls ``ascend_kv_reference::handed_over`` first, which tells the reason once and counts it.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ logger = logging.getLogger(__name__)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _references = torch.library.Library(REFERENCE_NAMESPACE, "DEF")
-# Calls that kernels handed to the reference: (operator, reason) -> how often.
-_handed_back: Counter[tuple[str, str]] = Counter()
+# (operator, device, reason) -> calls that a kernel handed over to the reference
+_handed_over: Counter[tuple[str, str, str]] = Counter()
 
 
 def register(
     schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
     """Define ``ascend_kv::<schema>`` and return what the Python wrapper calls."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     # weights that ask for gradients must not turn the cache into a graph that never ends
-    reference = torch.no_grad()(reference)
-    _library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    _register_way_back(schema, name, reference)
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    serving = torch.no_grad()(reference)
+    for namespace, library in ((NAMESPACE, _library), (REFERENCE_NAMESPACE, _references)):
+        name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, serving, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    return operator(name)
+
+
+def operator(name: str, namespace: str = NAMESPACE) -> torch._ops.OpOverload:
+    """What a wrapper calls: whatever serves the operator, or its reference."""
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     return overload
 
 
@@ -51,17 +57,17 @@ def has_kernel(name: str, device: str) -> bool:
     return has
 
 
-def handed_back(name: str) -> dict[str, int]:
-    """Why kernels of an operator handed calls to the reference, and how often."""
-    return {reason: count for (other, reason), count in _handed_back.items() if other == name}
+def handed_over(name: str, device: str) -> dict[str, int]:
+    """Why kernels of an operator handed calls over to the reference, and how often."""
+    counted = _handed_over.items()
+    return {reason: n for (*key, reason), n in counted if key == [name, device]}
 
 
-def _register_way_back(schema: str, name: str, reference: Callable[..., Any]) -> None:
-    def hand_back(reason: str, *args: Any, **kwargs: Any) -> Any:
-        if not _handed_back[name, reason]:
-            logger.warning("%s: the reference serves, no kernel does: %s", name, reason)
-        _handed_back[name, reason] += 1
-        return reference(*args, **kwargs)
+def _note(name: str, device: str, reason: str) -> None:
+    if not _handed_over[name, device, reason]:
+        logger.warning("%s: the reference serves, no kernel on %s does: %s", name, device, reason)
+    _handed_over[name, device, reason] += 1
 
-    _references.define(schema.replace("(", "(str reason, ", 1))
-    _references.impl(name, hand_back, "CompositeExplicitAutograd")
+
+_references.define("handed_over(str name, str device, str reason) -> ()")
+_references.impl("handed_over", _note, "CompositeExplicitAutograd")

@@ -7,18 +7,23 @@
 
 namespace ascend_kv {
 
-// Runs the operator's reference (ascend_kv/ops/registration.py), which tells the user `reason` once
-// and the report how often; returns its results.
+template <typename... Arguments>
+torch::jit::Stack CallByName(const std::string &name, const Arguments &...arguments)
+{
+    torch::jit::Stack stack;
+    torch::jit::push(stack, arguments...);
+    c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").callBoxed(stack);
+    return stack;
+}
+
+// The results of the operator's reference (ascend_kv/ops/registration.py). The user is told `reason`
+// once, the report how often.
 template <typename... Arguments>
 torch::jit::Stack CallReference(const std::string &name, const char *reason,
                                 const Arguments &...arguments)
 {
-    std::string full_name = "ascend_kv_reference::" + name;
-    auto reference = c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), "");
-    torch::jit::Stack stack;
-    torch::jit::push(stack, std::string(reason), arguments...);
-    reference.callBoxed(stack);
-    return stack;
+    CallByName("ascend_kv_reference::handed_over", name, std::string("npu"), std::string(reason));
+    return CallByName("ascend_kv_reference::" + name, arguments...);
 }
 
 }  // namespace ascend_kv
