@@ -9,6 +9,6 @@ from setuptools import setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
-from build_npu import add_npu_kernels  # noqa: E402
+from build_npu import add_npu_kernels
 
 setup(**add_npu_kernels({}))
