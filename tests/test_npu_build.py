@@ -80,10 +80,16 @@ def test_no_chip(build_npu: ModuleType, programs: Any, script: str | None) -> No
         build_npu.find_soc_version({})
 
 
-def test_cmake_is_found_or_asked_for(build_npu: ModuleType, programs: Any) -> None:
+def test_cmake_is_found_or_asked_for(
+    build_npu: ModuleType, programs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     with pytest.raises(build_npu.BuildProblem, match="no CMake here. Install it"):
         build_npu.find_cmake()
     programs("cmake", "")
+    assert build_npu.find_cmake().endswith("/bin/cmake")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     assert build_npu.find_cmake().endswith("/bin/cmake")
 
 

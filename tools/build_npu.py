@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -144,8 +145,8 @@ def _chip_from_npu_smi() -> str | None:
 
 
 def find_cmake() -> str:
-    """CMake's program."""
-    cmake = shutil.which("cmake")
+    """CMake's program: on the PATH, or beside this Python, where pip puts it."""
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
         raise BuildProblem(f"no CMake here. Install it (pip install cmake), {CPU_ONLY}")
     return cmake
