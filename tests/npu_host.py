@@ -160,9 +160,16 @@ def torch_npu_headers() -> Path:
 
 
 def type_check(torch_npu: Path, folder: Path) -> None:
-    """Compile bindings and host functions without making code; raises AssertionError."""
+    """Compile bindings and host functions without making code; raises AssertionError.
+
+    What passed once is not compiled again until something changes.
+    """
+    passed = twin.cache_folder() / f"npu_types-{_digest()}"
+    if passed.exists():
+        return
     write_headers(folder)
     foreign = [torch_npu, torch_npu / "third_party" / "acl" / "inc"]
     flags = _flags(folder, STAND_INS / "cann")
     flags += [part for place in foreign for part in ("-isystem", str(place))]
     _compile([*flags, "-fsyntax-only", str(_unit(folder, on_twin=False))])
+    passed.touch()

@@ -28,7 +28,7 @@ from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, ha
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
-# auto, native (an error where kernels are missing) or reference (no kernels)
+# auto (kernels where they are built), native (an error where they are not) or reference
 OPERATORS_VARIABLE = "ASCEND_KV_OPERATORS"
 _NPU_LIBRARY = "ascend_kv.ops._npu"  # built by setup.py; a library, not a module
 _NOT_BUILT = (
