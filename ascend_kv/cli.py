@@ -147,6 +147,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--formats", default="float16,int8", help="cache formats, with commas (float16,int8)"
     )
     parser.add_argument("--granularity", default="token_head", help="what shares an INT8 scale")
+    parser.add_argument("--group-size", type=int, metavar="CHANNELS", help="for granularity group")
+    parser.add_argument("--scale-type", default="dynamic", help="dynamic or static (dynamic)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="default: the device's")
     parser.add_argument("--device", default="cpu", help="cpu, 910B1 to 910B4, 950 (cpu)")
     parser.add_argument(
@@ -193,6 +195,8 @@ def _plan(options: argparse.Namespace) -> None:
         lengths=(options.prompt, options.output),
         formats=[name.strip() for name in options.formats.split(",")],
         granularity=options.granularity,
+        scale_type=options.scale_type,
+        group_size=options.group_size,
         block_size=options.block_size,
         device=options.device,
         explain=options.explain,

@@ -21,6 +21,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.geometry import (
     FORMAT_NAMES,
     GRANULARITIES,
+    SCALE_TYPES,
     FormatSpec,
     ModelGeometry,
     format_spec,
@@ -32,7 +33,9 @@ C = TypeVar("C")
 PairScaling = bool | Literal["auto"]
 KeyOffsetLayers = Literal["auto", "all", "none"] | tuple[int, ...]
 ALLOCATORS = ("paged", "contiguous")
-_PAGED_GRANULARITIES = ("token", "token_head")
+KVCacheScales = str | Mapping[str, Any]
+"""A file of static scales, a checkpoint that has them, or what such a file holds."""
+_DYNAMIC_GRANULARITIES = ("token", "token_head", "group")
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,15 @@ class CacheConfig:
 
     Attributes:
         kv_cache_dtype: "auto" (the model's dtype) or a name that ``format_spec`` takes.
-        granularity: which numbers share a scale when quantized: "token" or "token_head".
+        granularity: which numbers share a scale when quantized: "token", "token_head" or
+            "group"; with static scales also "layer", "head" or "channel", but not "group".
         symmetric: without zero points when quantized.
+        scale_type: "dynamic": a token's scales come from its own numbers; "static": from
+            ``kv_cache_scales``, and what lies beyond them is clipped.
+        group_size: channels of a head that share a scale, with granularity "group".
+        kv_cache_scales: static scales: a safetensors file, the directory of a checkpoint that has
+            ``k_scale`` and ``v_scale``, or a mapping of what such a file holds; see
+            ``cache.static_scales``.
         kv_cache_dtype_skip_layers: layers kept in the model's dtype; negative numbers count from
             the last layer, -1.
         block_size: tokens in a block; None is the device's default.
@@ -63,6 +73,9 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     granularity: str = "token_head"
     symmetric: bool = True
+    scale_type: str = "dynamic"
+    group_size: int | None = None
+    kv_cache_scales: KVCacheScales | None = None
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     block_size: int | None = None
     allocator: str = "paged"
@@ -75,6 +88,7 @@ class CacheConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("symmetric", self.symmetric, (True, False))
+        _one_of("scale_type", self.scale_type, SCALE_TYPES)
         _one_of("allocator", self.allocator, ALLOCATORS)
         if self.prefill_reads != "cache":
             raise UsageError(
@@ -97,18 +111,26 @@ class CacheConfig:
         self._check_conditioning()
 
     def _check_scales(self) -> None:
+        if self.scale_type != "static" and self.kv_cache_scales is not None:
+            raise UsageError("scale_type", self.scale_type, "static with kv_cache_scales")
         if self.kv_cache_dtype == "auto":
             return
-        spec = format_spec(self.kv_cache_dtype, self.granularity, self.symmetric)
-        if spec.quantized and self.granularity not in _PAGED_GRANULARITIES:
+        spec = self.spec(self.kv_cache_dtype)
+        if spec.quantized and not spec.static and self.granularity not in _DYNAMIC_GRANULARITIES:
             raise UsageError(
                 "granularity",
                 self.granularity,
-                _PAGED_GRANULARITIES,
-                "In the cache, scales for a layer, head or channel would have to be calibrated "
-                "beforehand, since a later token must not clip against an earlier token's scale; "
-                "static scales are not available there yet.",
+                f"{', '.join(_DYNAMIC_GRANULARITIES)} with scale_type dynamic",
+                "In the cache, scales of a layer, head or channel have to be known beforehand, "
+                "since a later token must not clip against an earlier token's scale: give them as "
+                "kv_cache_scales, with scale_type static.",
             )
+
+    def spec(self, kv_cache_dtype: str) -> FormatSpec:
+        """The format of that name with the scales that are chosen here."""
+        return format_spec(
+            kv_cache_dtype, self.granularity, self.symmetric, self.scale_type, self.group_size
+        )
 
     def _check_conditioning(self) -> None:
         _one_of("pair_scaling", self.pair_scaling, ("auto", True, False))
@@ -178,12 +200,13 @@ def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> Ca
         values["allocator"] = "paged" if paged else "contiguous"
     given = from_mapping(CacheConfig, values, "kv_cache_config")
     for name in values:
-        default = CacheConfig.__dataclass_fields__[name].default
-        if getattr(config, name) not in (default, getattr(given, name)):
+        own, theirs = getattr(config, name), getattr(given, name)
+        same = own is theirs or (not isinstance(own, Mapping) and own == theirs)
+        if not same and own != CacheConfig.__dataclass_fields__[name].default:
             raise UsageError(
                 f"kv_cache_config.{name}",
                 values[name],
-                f"{getattr(config, name)!r}, as the argument of its own says; give one of them",
+                f"{own!r}, as the argument of its own says; give one of them",
             )
     return dataclasses.replace(config, **{name: getattr(given, name) for name in values})
 
@@ -199,12 +222,14 @@ def resolve_formats(
         model_dtype: the type the model runs in, which "auto" and the skipped layers take.
 
     Raises:
-        UsageError: a skipped layer that the model has not got, or an unknown ``model_dtype``.
+        UsageError: a skipped layer that the model has not got, a group_size that does not divide
+            its heads, or an unknown ``model_dtype``.
     """
     plain = format_spec(model_dtype)
     chosen = plain
     if cache.kv_cache_dtype != "auto":
-        chosen = format_spec(cache.kv_cache_dtype, cache.granularity, cache.symmetric)
+        chosen = cache.spec(cache.kv_cache_dtype)
+        chosen.check_head_dim(geometry.head_dim)
     layers = geometry.num_layers
     for layer in cache.kv_cache_dtype_skip_layers:
         if not -layers <= layer < layers:
@@ -234,23 +259,25 @@ def plan_blocks(
     memory_bytes: int,
     max_model_len: int,
 ) -> int:
-    """How many blocks of ``block_size`` tokens ``memory_bytes`` hold.
+    """How many blocks of ``block_size`` tokens ``memory_bytes`` hold beside static scales.
 
     Raises:
         UsageError: they do not hold one sequence of ``max_model_len`` tokens.
     """
     block_bytes = geometry.block_bytes(formats, block_size)
+    static_bytes = geometry.static_bytes(formats, max_model_len)
     least_blocks = -(-max_model_len // block_size)
-    if memory_bytes < least_blocks * block_bytes:
-        least = least_blocks * block_bytes
+    least = geometry.cache_bytes(formats, least_blocks, block_size, max_model_len)
+    if memory_bytes < least:
         raise UsageError(
             "kv_cache_memory_bytes",
             memory_bytes,
             f"{least} ({format_bytes(least)}) or more",
             f"One sequence of max_model_len = {max_model_len} tokens takes {least_blocks} blocks "
-            f"of {block_bytes} bytes: give more memory, or lower max_model_len.",
+            f"of {block_bytes} bytes{f', static scales {static_bytes} bytes' * bool(static_bytes)}"
+            ": give more memory, or lower max_model_len.",
         )
-    return memory_bytes // block_bytes
+    return (memory_bytes - static_bytes) // block_bytes
 
 
 _UNITS = {"": 1, "b": 1}
@@ -291,7 +318,7 @@ def from_mapping(cls: type[C], mapping: Mapping[str, Any], where: str) -> C:
 
     Args:
         cls: a dataclass whose fields are int, float, str, bool, ``Literal``, ``tuple[X, ...]``,
-            dataclasses, or any of these ``| None``.
+            ``Mapping[str, Any]`` (taken as it is), dataclasses, or any of these ``| None``.
         mapping: the values by name.
         where: what the error messages put before the field, such as the file's name.
 
@@ -330,6 +357,8 @@ def _convert(value: Any, kind: Any, field: str) -> Any:
         return tuple(_convert(item, args[0], f"{field}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, f"{field}.")
+    if origin is Mapping and isinstance(value, Mapping):
+        return value
     if kind is int and field.endswith("_bytes"):
         return parse_bytes(value, field)
     if kind is float and _is_int(value):

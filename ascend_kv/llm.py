@@ -11,10 +11,12 @@ from typing import Any
 from tqdm import tqdm
 
 from ascend_kv.cache.paged import PagedKVCache
+from ascend_kv.cache.static_scales import load_static_scales
 from ascend_kv.cache.tables import make_tables
 from ascend_kv.config import (
     CacheConfig,
     KeyOffsetLayers,
+    KVCacheScales,
     PairScaling,
     SchedulerConfig,
     format_bytes,
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 1 << 30
 _NPU_MEMORY_UTILIZATION = 0.9
+_CLIPPING_TO_WARN_OF = 0.01
+"""Share of a layer's numbers beyond its static scales"""
 
 
 class LLMEngine:
@@ -66,6 +70,9 @@ class LLMEngine:
         kv_cache_dtype: str = "auto",
         granularity: str = "token_head",
         symmetric: bool = True,
+        scale_type: str = "dynamic",
+        group_size: int | None = None,
+        kv_cache_scales: KVCacheScales | Path | None = None,
         kv_cache_dtype_skip_layers: Sequence[int] = (),
         pair_scaling: PairScaling = "auto",
         key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
@@ -89,8 +96,16 @@ class LLMEngine:
             model: directory with config.json and safetensors, ``.gguf`` file, or hub id.
             dtype: weights and arithmetic: auto (the checkpoint's), float32, float16, bfloat16.
             kv_cache_dtype: auto (the model's), float32, float16, bfloat16, int8.
-            granularity: what shares an INT8 scale in the cache: token_head or token.
+            granularity: what shares an INT8 scale in the cache: token_head, token or group; with
+                static scales also layer, head or channel, but not group.
             symmetric: INT8 without zero points.
+            scale_type: dynamic: every token's scales come from its own keys and values; static:
+                from ``kv_cache_scales``, and what lies beyond them is clipped, which
+                ``cache.clipped_shares()`` counts and ``generate`` warns of.
+            group_size: channels of a head that share a scale, with granularity group.
+            kv_cache_scales: static scales: a safetensors file, the directory of a checkpoint with
+                ``k_scale`` and ``v_scale``, or a mapping; ``ascend_kv.cache.static_scales`` says
+                what is in them. They must have been made from keys conditioned as here.
             kv_cache_dtype_skip_layers: layers kept in the model's type.
             pair_scaling: scale key channels to like size, in the weights; auto: where keys are
                 quantized, True: everywhere, False: nowhere.
@@ -123,6 +138,11 @@ class LLMEngine:
                 kv_cache_dtype=kv_cache_dtype,
                 granularity=granularity,
                 symmetric=symmetric,
+                scale_type=scale_type,
+                group_size=group_size,
+                kv_cache_scales=str(kv_cache_scales)
+                if isinstance(kv_cache_scales, Path)
+                else kv_cache_scales,
                 kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
                 block_size=block_size,
                 allocator=kv_allocator,
@@ -159,13 +179,26 @@ class LLMEngine:
         self.tables = make_tables(
             cache_config.allocator, num_blocks, self.block_size, self.max_model_len
         )
-        self.cache = PagedKVCache(
-            self.geometry, self.formats, self.tables.num_blocks, self.block_size, self.device
-        )
         keys = condition_keys(
             self.weights, self.formats, cache_config.pair_scaling, cache_config.key_offset_layers
         )
         self.conditioning = keys.conditioning
+        static_scales = load_static_scales(
+            cache_config.kv_cache_scales,
+            self.geometry,
+            self.formats,
+            self.max_model_len,
+            self.conditioning.identity,
+        )
+        self.cache = PagedKVCache(
+            self.geometry,
+            self.formats,
+            self.tables.num_blocks,
+            self.block_size,
+            self.device,
+            static_scales,
+        )
+        self._warned_of_clipping = False
         self.model = HuggingFaceModel(self.weights, self.cache, keys, self.max_model_len)
         self.engine = Engine(
             self.model,
@@ -206,7 +239,8 @@ class LLMEngine:
         return self.engine.step()
 
     def _share_of_memory(self, utilization: float | None) -> int:
-        if utilization is not None and not 0 < utilization <= 1:
+        given = isinstance(utilization, int | float) and 0 < utilization <= 1
+        if utilization is not None and not given:
             raise UsageError("gpu_memory_utilization", utilization, "above 0 and up to 1")
         free = platform.free_memory_bytes(self.device)
         if self.device == "npu":
@@ -216,7 +250,9 @@ class LLMEngine:
             share = int(utilization * free)
         else:
             blocks = -(-self.max_model_len // self.block_size)
-            longest = blocks * self.geometry.block_bytes(self.formats, self.block_size)
+            longest = self.geometry.cache_bytes(
+                self.formats, blocks, self.block_size, self.max_model_len
+            )
             share = max(_DEFAULT_KV_BYTES, longest)
         if share <= 0:
             raise UsageError(
@@ -231,6 +267,22 @@ class LLMEngine:
             format_bytes(free),
         )
         return share
+
+    def warn_of_clipping(self) -> None:
+        """Say once in the log that static scales clip more than they should."""
+        shares = self.cache.clipped_shares()
+        if self._warned_of_clipping or not shares:
+            return
+        worst = max(shares, key=lambda layer: max(shares[layer]))
+        if max(shares[worst]) > _CLIPPING_TO_WARN_OF:
+            self._warned_of_clipping = True
+            logger.warning(
+                "static scales clip %.1f %% of the keys' and %.1f %% of the values' numbers in "
+                "layer %d, the most of all layers: they were made from other text, or another "
+                "model (cache.clipped_shares() has every layer)",
+                *(100 * share for share in shares[worst]),
+                worst,
+            )
 
 
 class LLM(LLMEngine):
@@ -342,6 +394,7 @@ class LLM(LLMEngine):
                 if output.finished:
                     results[index] = output
                     bar.update()
+        self.warn_of_clipping()
         return [results[index] for index in range(len(prompts))]
 
     def _stream(

@@ -65,19 +65,19 @@ def load_geometry(model: str | os.PathLike[str]) -> ModelGeometry:
     if path.suffix == ".gguf":
         return geometry_from_gguf(path)
     if path.is_dir():
-        geometry = geometry_from_config(_read_json(path / "config.json"))
+        geometry = geometry_from_config(read_json(path / "config.json"))
         if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
             confirm_key_shapes(geometry, read_key_shapes(path))
         return geometry
     if path.is_file():
-        return geometry_from_config(_read_json(path))
+        return geometry_from_config(read_json(path))
 
     def download(repository: str) -> str:
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(repository, "config.json")
 
-    return geometry_from_config(_read_json(_from_hub(model, download)))
+    return geometry_from_config(read_json(_from_hub(model, download)))
 
 
 def geometry_from_gguf(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -110,7 +110,7 @@ def read_key_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     if path.suffix == ".gguf":
         shapes = read_gguf_header(path).tensors
     else:
-        for shard in _safetensors_files(path):
+        for shard in safetensors_files(path):
             shapes.update(_read_safetensors_shapes(shard))
     return {name: shape for name, shape in shapes.items() if _KEY_PROJECTION.search(name)}
 
@@ -191,7 +191,12 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.
+
+    Raises:
+        UsageError: a file that is missing or holds something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -219,7 +224,12 @@ def _from_hub(model: str | os.PathLike[str], download: Callable[[str], str]) -> 
         ) from error
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
+def safetensors_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors, those that its index names if it has one.
+
+    Raises:
+        UnsupportedModelError: none there, or one that is missing.
+    """
     index = directory / _INDEX
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
@@ -227,7 +237,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
             hint = "Pickled weights are not read: save them again with safe_serialization=True."
             raise UnsupportedModelError("model", str(directory), "*.safetensors or a .gguf", hint)
         return files
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UsageError("weight_map", weight_map, f"an object in {index}")
     files = [directory / name for name in sorted(set(weight_map.values()))]

@@ -21,12 +21,12 @@ import torch
 
 from ascend_kv.errors import UsageError
 from ascend_kv.formats import REDUCED_DIMS
+from ascend_kv.geometry import SCALE_TYPES
 from ascend_kv.ops import kv_cache_dequantize, kv_cache_quantize
 
 Tensor = torch.Tensor
 
 QUANT_MODES = {f"per_{granularity}": granularity for granularity in REDUCED_DIMS}
-SCALE_TYPES = ("dynamic", "static")
 
 
 class QuantizedKV(NamedTuple):

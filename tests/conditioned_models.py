@@ -14,8 +14,8 @@ from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.geometry import FormatSpec, ModelGeometry, format_spec
-from ascend_kv.integrations.conditioning import ConditionedKeys
 from ascend_kv.integrations.huggingface import HuggingFaceModel
+from ascend_kv.integrations.key_conditioning import ConditionedKeys
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, load_model
@@ -113,10 +113,28 @@ def run_in_chunks(
     kv_cache_dtype: str | None = None,
 ) -> torch.Tensor:
     """Teacher-forced logits [T, vocab] of one sequence in scattered blocks, cut into chunks."""
-    table = list(range(-(-len(tokens) // BLOCK_SIZE)))
-    random.Random(0).shuffle(table)
     formats = formats_of(weights, kv_cache_dtype)
-    cache = PagedKVCache(weights.geometry, formats, len(table), BLOCK_SIZE)
+    blocks = len(scattered_blocks(len(tokens)))
+    cache = PagedKVCache(weights.geometry, formats, blocks, BLOCK_SIZE)
+    return run_on_cache(weights, keys, tokens, cache, chunks)
+
+
+def scattered_blocks(tokens: int) -> list[int]:
+    """The block table of a sequence, the same each time."""
+    table = list(range(-(-tokens // BLOCK_SIZE)))
+    random.Random(0).shuffle(table)
+    return table
+
+
+def run_on_cache(
+    weights: LoadedModel,
+    keys: ConditionedKeys | None,
+    tokens: list[int],
+    cache: PagedKVCache,
+    chunks: list[int] | None = None,
+) -> torch.Tensor:
+    """``run_in_chunks`` on a cache that the caller keeps, in blocks of ``scattered_blocks``."""
+    table = scattered_blocks(len(tokens))
     for layer in cache.layers:
         if not layer.key.dtype.is_floating_point:
             continue

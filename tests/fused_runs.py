@@ -14,11 +14,11 @@ import torch
 from compare import assert_rounded, assert_within, largest
 from npu_stand_in import StandIn
 
-from ascend_kv import ops
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_attention import plan
 from ascend_kv.ops.fused_request import request_of
 from ascend_kv.ops.fused_sources import arrange
+from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
 
 Tensor = torch.Tensor
 HALF = [torch.float16, torch.bfloat16]
@@ -64,7 +64,7 @@ class Run:
 
 
 def reference(cache: Any, query: Tensor, queries: list[int], **options: Any) -> Any:
-    return ops.paged_attention(
+    return operator("paged_attention", REFERENCE_NAMESPACE)(
         query.float(),
         *cache.tensors,
         cache.tables,

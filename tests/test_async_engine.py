@@ -85,6 +85,21 @@ def test_cancelling_a_task_aborts_its_request() -> None:
     assert not engine.has_unfinished_requests()
 
 
+def test_when_the_event_loop_ends_nothing_is_left() -> None:
+    stream, engine, tables = make()
+    for _ in range(2):  # and the next loop finds all in order
+
+        async def main() -> list[list[int]]:
+            unread = [asyncio.create_task(collect(stream, f"u{i}", [i], 60)) for i in range(3)]
+            got = await collect(stream, "read", [9], 4)
+            assert len(unread) == 3 and engine.has_unfinished_requests()
+            return got
+
+        assert run(main())[-1] == expected([9], 4)
+        assert not engine.has_unfinished_requests()
+        assert tables.stats().used_blocks == 0
+
+
 def test_a_refused_request_raises_where_it_was_asked_for() -> None:
     stream, _, _ = make()
 

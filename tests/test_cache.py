@@ -183,6 +183,34 @@ def test_allocated_bytes_equal_the_geometry(name: str, granularity: str, symmetr
     assert cache.layers[0].key.shape == (5, 3, 8, 40)
 
 
+@pytest.mark.parametrize("size", [2, 5, 8, 20])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_have_the_bytes_of_the_geometry(size: int, symmetric: bool) -> None:
+    formats = (format_spec("int8", "group", symmetric, group_size=size),) * 2
+    cache = PagedKVCache(GEOMETRY, formats, num_blocks=5, block_size=7)
+    assert cache.allocated_bytes == 5 * GEOMETRY.block_bytes(formats, 7)
+    for scale in (cache.layers[0].key_scale, cache.layers[1].value_scale):
+        assert scale is not None and scale.shape == (5, 3, 7, 40 // size)
+    assert (cache.layers[0].value_zero_point is None) == symmetric
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "token", "token_head", "channel"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_scales_have_the_bytes_of_the_geometry(granularity: str, symmetric: bool) -> None:
+    spec = format_spec("int8", granularity, symmetric, "static")
+    shape = spec.scale_shape(3, 40, 19)
+    given = {name: torch.ones(shape) for name in ("key_scale", "value_scale")}
+    if not symmetric:
+        given |= {name: torch.zeros(shape) for name in ("key_zero_point", "value_zero_point")}
+    formats = (spec, format_spec("float16"))
+    cache = PagedKVCache(GEOMETRY, formats, 5, 7, static_scales=[given, {}])
+    expected = 5 * GEOMETRY.block_bytes(formats, 7) + GEOMETRY.static_bytes(formats, 19)
+    assert cache.allocated_bytes == expected
+    blocks = cache.layers[0].block_tensors
+    assert all(len(tensor) == 5 for tensor in blocks)
+    assert sum(tensor.nbytes for tensor in blocks) == 5 * 7 * spec.token_bytes(3, 40)
+
+
 def test_int8_layer_holds_codes_and_scales_of_the_documented_shapes() -> None:
     formats = (format_spec("int8"), format_spec("int8", "token", symmetric=False))
     head, token = PagedKVCache(GEOMETRY, formats, num_blocks=5, block_size=8).layers

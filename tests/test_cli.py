@@ -98,6 +98,8 @@ def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
         (["plan", "MODEL", *PLAN, "--memory", "1KB"], 2, "kv_cache_memory_bytes"),
         (["plan", "MODEL", *PLAN, "--formats", "int3"], 2, "kv_cache_dtype: got 'int3'"),
         (["plan", "MODEL", *PLAN, "--granularity", "row"], 2, "granularity: got 'row'"),
+        (["plan", "MODEL", *PLAN, "--granularity", "group"], 2, "group_size: got None"),
+        (["plan", "MODEL", *PLAN, "--scale-type", "fixed"], 2, "scale_type: got 'fixed'"),
         (["plan", "MODEL", *PLAN, "--device", "910C"], 2, "device: got '910C'"),
         (["plan", "MODEL", *PLAN, "--device", "910B1", "--block-size", "24"], 2, "block_size"),
         (["plan", "MODEL", *PLAN, "--max-model-len", "9999"], 2, "--max-model-len: got 9999"),
@@ -184,6 +186,34 @@ def test_plan_counts_sequences(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["paged float16"][1:4] == ["1,302", "of", "4"]
     assert rows["contiguous float16"][-3:] == ["81", "81.0", "81.0"]
     assert rows["paged float16"][-3:-1] == ["81", "162.8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "scheme", "token_bytes", "blocks"),
+    [
+        # 96 + 2 scales of 4 bytes a vector; 1,000,000 // (4 x 192)
+        (["--granularity", "group", "--group-size", "4"], "int8/group4", "192", "1,302"),
+        # 3 layers x 2 sides x 2 heads x 8 channels x 4 bytes once: (1,000,000 - 384) // (4 x 96)
+        (
+            ["--granularity", "channel", "--scale-type", "static"],
+            "int8/channel/static",
+            "96",
+            "2,603",
+        ),
+    ],
+)
+def test_plan_knows_every_kind_of_scale(
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    scheme: str,
+    token_bytes: str,
+    blocks: str,
+) -> None:
+    assert cli.main(["plan", str(model), *PLAN, "--block-size", "4", *options]) == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {" ".join(row[:2]): row[2:] for row in cells if len(row) > 8}
+    assert rows[f"paged {scheme}"][:2] == [token_bytes, blocks]
 
 
 def test_plan_explains_both_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

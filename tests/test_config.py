@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,9 +39,30 @@ def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> Usa
         ({"kv_cache_dtype": "in8"}, "int8", "int8"),
         ({"kv_cache_dtype": 8}, "int8", ""),
         ({"granularity": "tokens"}, "layer, head, token, token_head, channel", "token"),
-        ({"granularity": "layer", "kv_cache_dtype": "int8"}, "token, token_head", "calibrated"),
-        ({"granularity": "head", "kv_cache_dtype": "int8"}, "token, token_head", "not available"),
-        ({"granularity": "channel", "kv_cache_dtype": "int8"}, "token, token_head", "static"),
+        ({"granularity": "layer", "kv_cache_dtype": "int8"}, "token, token_head", "beforehand"),
+        ({"granularity": "head", "kv_cache_dtype": "int8"}, "group with", "kv_cache_scales"),
+        ({"granularity": "channel", "kv_cache_dtype": "int8"}, "token_head", "scale_type static"),
+        ({"scale_type": "calibrated"}, "dynamic, static", ""),
+        ({"scale_type": "dynamic", "kv_cache_scales": "s.safetensors"}, "static with", ""),
+        ({"group_size": 8, "kv_cache_dtype": "int8"}, "none with granularity token_head", ""),
+        (
+            {"group_size": None, "granularity": "group", "kv_cache_dtype": "int8"},
+            "a divisor of head_dim",
+            "",
+        ),
+        ({"group_size": 1, "granularity": "group", "kv_cache_dtype": "int8"}, "at least 2", ""),
+        ({"group_size": True, "granularity": "group", "kv_cache_dtype": "int8"}, "a divisor", ""),
+        ({"group_size": "8", "granularity": "group", "kv_cache_dtype": "int8"}, "a divisor", ""),
+        (
+            {
+                "scale_type": "static",
+                "granularity": "group",
+                "group_size": 4,
+                "kv_cache_dtype": "int8",
+            },
+            "dynamic with granularity group",
+            "channels",
+        ),
         (
             {"granularity": "token", "kv_cache_dtype": "int8_per_token_head"},
             "token_head with int8_per_token_head",
@@ -87,6 +109,33 @@ def test_formats_of_the_layers() -> None:
     # Without quantization there are no scales, so their granularity is of no account.
     plain = CacheConfig("float16", granularity="channel")
     assert resolve_formats(GEOMETRY, plain, "float16") == (half,) * 4
+
+
+@pytest.mark.parametrize("size", [3, 8, 16])
+def test_groups_that_do_not_divide_a_head(size: int) -> None:
+    config = CacheConfig("int8", granularity="group", group_size=size)
+    error = refusal(resolve_formats, GEOMETRY, config, "float16")  # head_dim 8
+    assert (error.field, error.given, error.legal) == ("group_size", size, "2, 4")
+    prime = dataclasses.replace(GEOMETRY, head_dim=7)
+    assert refusal(resolve_formats, prime, config, "float16").legal == "none in this model"
+    # a model's own type has no groups, whatever is said of them
+    plain = CacheConfig("float16", granularity="group", group_size=size)
+    assert resolve_formats(GEOMETRY, plain, "float16") == (format_spec("float16"),) * 4
+
+
+def test_static_scales_take_their_bytes_out_of_the_budget() -> None:
+    # channel: 2 sides x 2 heads x 8 channels x 4 bytes; token_head: a scale for each position
+    for granularity, static_bytes in (("channel", 128), ("token_head", 2 * 2 * 11 * 4)):
+        config = CacheConfig("int8", granularity=granularity, scale_type="static")
+        formats = resolve_formats(GEOMETRY, config, "float16")
+        assert GEOMETRY.static_bytes(formats, 11) == 4 * static_bytes
+        block_bytes = GEOMETRY.block_bytes(formats, 5)
+        budget = 3 * block_bytes + 4 * static_bytes
+        assert plan_blocks(GEOMETRY, formats, 5, budget, 11) == 3
+        assert plan_blocks(GEOMETRY, formats, 5, budget + block_bytes - 1, 11) == 3
+        error = refusal(plan_blocks, GEOMETRY, formats, 5, budget - 1, 11)
+        assert error.legal.startswith(f"{budget} ")
+        assert f"static scales {4 * static_bytes} bytes" in error.hint
 
 
 @pytest.mark.parametrize("layer", [4, -5, 99])

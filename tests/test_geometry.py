@@ -60,14 +60,43 @@ def test_a_70b_model_takes_10_gib_at_32k() -> None:
         ("int8", "token", True, 5 * 64 + 4),
         ("int8", "token", False, 5 * 64 + 4 + 4),
         ("int8", "channel", False, 5 * 64),  # scales of the layer, none for a token
+        ("int8", "group", True, 5 * 64 + 5 * 4 * 4),  # 64 / 16 groups
+        ("int8", "group", False, 5 * 64 + 2 * 5 * 4 * 4),
     ],
 )
 def test_bytes_of_one_token_of_one_layer(
     name: str, granularity: str, symmetric: bool, expected: int
 ) -> None:
-    spec = format_spec(name, granularity, symmetric)
+    group_size = 16 if granularity == "group" else None
+    spec = format_spec(name, granularity, symmetric, group_size=group_size)
     assert spec.vectors_bytes(kv_heads=5, head_dim=64) == expected
     assert spec.token_bytes(kv_heads=5, head_dim=64) == 2 * expected
+
+
+@pytest.mark.parametrize(
+    ("granularity", "scales"),
+    [("layer", 1), ("head", 5), ("channel", 5 * 64), ("token", 100), ("token_head", 5 * 100)],
+)
+def test_static_scales_cost_bytes_once(granularity: str, scales: int) -> None:
+    dynamic, static = (
+        format_spec("int8", granularity, scale_type=kind) for kind in ("dynamic", "static")
+    )
+    assert static.vectors_bytes(5, 64) == dynamic.vectors_bytes(5, 64)
+    assert (dynamic.static_bytes(5, 64, 100), static.static_bytes(5, 64, 100)) == (0, 8 * scales)
+    asymmetric = format_spec("int8", granularity, False, "static")
+    assert asymmetric.static_bytes(5, 64, 100) == 16 * scales
+    assert format_spec("float16", granularity, scale_type="static").static_bytes(5, 64, 100) == 0
+
+
+def test_formats_in_words() -> None:
+    words = {
+        str(format_spec("half", "token")): "float16",
+        str(format_spec("int8")): "int8/token_head",
+        str(format_spec("int8", "token", False)): "int8/token/asymmetric",
+        str(format_spec("int8", "group", group_size=32)): "int8/group32",
+        str(format_spec("int8", "head", False, "static")): "int8/head/static/asymmetric",
+    }
+    assert list(words) == list(words.values())
 
 
 def test_layers_of_different_formats_add_up() -> None:

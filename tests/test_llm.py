@@ -142,6 +142,7 @@ def test_bad_arguments_are_refused_by_name(
         ("text without a tokenizer", "prompt"),
         ({"text": "x"}, "prompt"),
         ({"prompt_token_ids": [1, "2"]}, "prompt_token_ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids"),
         (7, "prompt"),
     ],
 )

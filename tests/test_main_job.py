@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from bench_fixture import RECIPE, make_model_with_tokenizer, write_recipe
 from rich.console import Console
+from safetensors.torch import save_file
 
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate import main_job
@@ -286,6 +288,37 @@ def test_the_model_when_none_is_named(
     assert ("no NPU, so this runs on the CPU" in said.getvalue()) == (device == "cpu")
 
 
+@pytest.mark.parametrize("granularity", ["channel", "token_head"])
+def test_static_scales_go_all_the_way(model: Path, tmp_path: Path, granularity: str) -> None:
+    path = tmp_path / "scales.safetensors"
+    shape = (1, 2, 1, 8) if granularity == "channel" else (1, 2, 120, 1)
+    scales = {
+        f"layers.{layer}.{side}_scale": torch.full(shape, 0.1)
+        for layer in range(3)
+        for side in ("key", "value")
+    }
+    save_file(scales, path)
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path / "recipe.yaml",
+            granularity=granularity,
+            scale_type="static",
+            kv_cache_scales=str(path),
+            pair_scaling=False,
+            planted_bias={"texts": 0},
+            perplexity={**RECIPE["perplexity"], "formats": ["float16", "int8"]},
+        )
+    )
+    result = Run(model, recipe).result
+    assert result.complete and result.sweep is not None and result.perplexity is not None
+    per_token, once = (0, 16) if granularity == "channel" else (2, 2 * 64)  # scales a layer, side
+    for scheme in (result.schemes[1], result.schemes[3]):
+        assert scheme.predicted.token_bytes == 3 * 2 * (2 * 8 + 4 * per_token)
+        assert scheme.measured.kv_allocated_bytes == scheme.measured.kv_geometry_bytes
+        assert scheme.measured.kv_geometry_bytes - scheme.predicted.kv_bytes == 3 * 2 * 4 * once
+    assert abs(result.perplexity.formats[-1].ratio - 1) < 0.1
+
+
 def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml")
     full, quick = load_recipe(path), load_recipe(path, quick=True)
@@ -305,6 +338,9 @@ def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ({"schemes": [{"name": "a"}, {"name": "a"}]}, "names that differ"),
         ({"granularity": "head"}, "granularity.*token_head"),
         ({"granularity": "row"}, "granularity.*token_head"),
+        ({"granularity": "group"}, "group_size: got None"),
+        ({"scale_type": "static"}, "kv_cache_scales: got None"),
+        ({"kv_cache_scales": "x.safetensors"}, "scale_type: got 'dynamic'; legal: static"),
         ({"prefill_reads": "fresh"}, "prefill_reads.*cache"),
         ({"budget": {"sequences": 0}}, "budget.sequences"),
         ({"budget": {"kv_cache_dtype": "int8"}}, "budget.kv_cache_dtype.*float16"),

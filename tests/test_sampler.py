@@ -200,6 +200,12 @@ def test_logprobs_are_the_models_own(count: int) -> None:
         ("top_p", 1.1),
         ("top_p", float("nan")),
         ("seed", -1),
+        ("temperature", "0"),
+        ("temperature", None),
+        ("top_p", "0.9"),
+        ("min_p", True),
+        ("repetition_penalty", None),
+        ("presence_penalty", "1"),
     ],
 )
 def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:

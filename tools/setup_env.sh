@@ -26,7 +26,8 @@ pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$
 # CANN tells of itself in the environment once its set_env.sh was sourced.
 has_cann() { [[ -n ${ASCEND_HOME_PATH:-} && -d ${ASCEND_HOME_PATH} ]]; }
 
-# What an environment is made from: when this changes, it is installed anew. $1: extras
+# What an environment is made from: when this changes, it is installed anew. The native CPU
+# operators are made from their sources, by a compiler, for a CPU. $1: extras
 fingerprint() {
   {
     cat "$ROOT/pyproject.toml" "$ROOT/setup.py" "$CONSTRAINTS"
@@ -34,7 +35,21 @@ fingerprint() {
       cat "$ROOT"/tools/build_npu.py "$ROOT"/op_kernels/*.* "$ROOT"/op_kernels/*/*.*
     fi
     printf '%s\n' "$ROOT" "$1" "${TORCH_INDEX_URL:-}"
+    find "$ROOT/op_kernels" \( -name '*_cpu.cpp' -o -name 'cpu_*.h' \) -print0 2>/dev/null |
+      sort -z | xargs -0 -r cat
+    command -v c++ g++ clang++
+    grep -owE 'avx2|avx512(f|bw|dq|vl)|fma|f16c' /proc/cpuinfo 2>/dev/null | sort -u
   } | cksum
+}
+
+# pip hides what the build says.
+say_what_was_built() {
+  if [[ -f $ROOT/ascend_kv/ops/_native_cpu.json ]]; then
+    say "the native CPU operators are built"
+  else
+    say "no native CPU operators were built (they need a C++ compiler): the Python references serve,"
+    say "several times slower; $VENV/bin/python -m pip install -v --no-build-isolation -e . says why"
+  fi
 }
 
 # "Python 3.11"
@@ -125,6 +140,7 @@ setup_env() {
     say "[4/4] ascend_kv${extras:+ with [$extras]} and what it needs"
     (cd "$ROOT" && pip_install --no-build-isolation -c "$CONSTRAINTS" -e ".${extras:+[$extras]}")
     printf '%s\n' "$wanted" >"$stamp"
+    say_what_was_built
   fi
   say "environment $VENV is ready"
 

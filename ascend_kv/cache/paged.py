@@ -1,35 +1,54 @@
 """The tensors of a paged KV cache.
 
-Per layer: keys ``[K, N, S, D]``, values alike, in the format's storage type; for quantized
-formats scales ``[K, N, S]`` (one a token and head) or ``[K, 1, S]`` (one a token) in float32,
-and zero points of the same shape when the format is asymmetric.
-K blocks, N KV heads, S tokens a block, D head_dim.
+Per layer: keys ``[K, N, S, D]``, values alike, in the format's storage type. A quantized format
+has scales in float32, and zero points of the same shape where it is asymmetric::
+
+    token_head [K, N, S]    token [K, 1, S]    group [K, N, S, D / g]    beside every token
+    layer [1, 1, 1, 1]      head [1, N, 1, 1]  channel [1, N, 1, D]      static, once
+
+Static scales of token and token_head are a table by position beside these, from which a token
+takes its scale when it is stored. K blocks, N KV heads, S tokens a block, D head_dim, g channels
+a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ascend_kv import ops
+from ascend_kv.cache.static_layer import ClippedShare, StaticScales
 from ascend_kv.geometry import FormatSpec, ModelGeometry
+
+Tensor = torch.Tensor
 
 
 class LayerCache(NamedTuple):
     """The storage of one layer; what its format does not need is None."""
 
-    key: torch.Tensor
-    value: torch.Tensor
-    key_scale: torch.Tensor | None = None
-    value_scale: torch.Tensor | None = None
-    key_zero_point: torch.Tensor | None = None
-    value_zero_point: torch.Tensor | None = None
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    key_zero_point: Tensor | None = None
+    value_zero_point: Tensor | None = None
+    static: StaticScales | None = None
+
+    @property
+    def block_tensors(self) -> tuple[Tensor, ...]:
+        """What belongs to blocks and moves with them, ``[K, ...]`` each."""
+        if self.static is not None and not self.static.by_position:
+            return self.key, self.value
+        scales = (scale for scale in self.scales.values() if scale is not None)
+        return self.key, self.value, *scales
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the layer."""
-        return sum(tensor.nbytes for tensor in self if tensor is not None)
+        blocks = sum(tensor.nbytes for tensor in self.block_tensors)
+        return blocks + (0 if self.static is None else self.static.nbytes)
 
     @property
     def scales(self) -> dict[str, Any]:
@@ -40,6 +59,32 @@ class LayerCache(NamedTuple):
             "key_zero_point": self.key_zero_point,
             "value_zero_point": self.value_zero_point,
         }
+
+    def store(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Store T tokens.
+
+        Args:
+            key: ``[T, N, D]``. value: alike.
+            slots: ``[T]`` int64, where each goes, ``block * S + offset``; none is skipped.
+            positions: ``[T]`` int64, of each token in its own sequence.
+
+        Raises:
+            UsageError: as ``kv_cache_store``.
+        """
+        if self.static is not None:
+            self.static.count(key, value, positions)
+            if self.static.by_position:
+                self._place_scales(self.static, slots, positions)
+        dynamic = self.static is None
+        ops.kv_cache_store(key, value, self.key, self.value, slots, **self.scales, dynamic=dynamic)
+
+    def _place_scales(self, static: StaticScales, slots: Tensor, positions: Tensor) -> None:
+        block_size = self.key.shape[2]
+        for name, paged in self.scales.items():
+            if paged is not None:
+                given = static.at(name, positions)
+                assert given is not None, "load_static_scales gives all that a format has"
+                paged[slots // block_size, :, slots % block_size] = given.squeeze(2)
 
 
 class PagedKVCache:
@@ -52,6 +97,7 @@ class PagedKVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device | str = "cpu",
+        static_scales: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
         """Allocate ``num_blocks * geometry.block_bytes(formats, block_size)`` bytes.
 
@@ -61,14 +107,18 @@ class PagedKVCache:
             num_blocks: K; every layer has as many.
             block_size: S, tokens a block.
             device: where the tensors live.
+            static_scales: from ``load_static_scales``, where a format has static scales; their
+                ``geometry.static_bytes`` come on top.
         """
         assert len(formats) == geometry.num_layers, "one format per layer"
+        assert static_scales is not None or not any(spec.static for spec in formats)
         self.formats = tuple(formats)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        shape = (num_blocks, geometry.num_kv_heads, block_size, geometry.head_dim)
         self.layers = tuple(
-            _allocate_layer(spec, geometry, num_blocks, block_size, torch.device(device))
-            for spec in formats
+            _allocate_layer(spec, shape, torch.device(device), given)
+            for spec, given in zip(formats, static_scales or [{}] * len(formats), strict=True)
         )
 
     @property
@@ -81,23 +131,34 @@ class PagedKVCache:
         """Bytes really allocated, scales included."""
         return sum(self.bytes_by_layer)
 
+    def clipped_shares(self) -> dict[int, ClippedShare]:
+        """By layer that has static scales: how much of what it has stored lay beyond them."""
+        return {
+            number: layer.static.clipped_share
+            for number, layer in enumerate(self.layers)
+            if layer.static is not None
+        }
+
 
 def _allocate_layer(
-    spec: FormatSpec, geometry: ModelGeometry, blocks: int, size: int, device: torch.device
+    spec: FormatSpec,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    given: Mapping[str, Tensor],
 ) -> LayerCache:
+    """``shape`` is [K, N, S, D]; ``given`` are the static scales and zero points, if any."""
     storage = getattr(torch, spec.name)
-    heads, dim = geometry.num_kv_heads, geometry.head_dim
-
-    def data() -> torch.Tensor:
-        return torch.empty(blocks, heads, size, dim, dtype=storage, device=device)
-
+    key, value = (torch.empty(shape, dtype=storage, device=device) for _ in range(2))
     if not spec.quantized:
-        return LayerCache(data(), data())
-    scale_heads = 1 if spec.granularity == "token" else heads
-
-    def scales() -> torch.Tensor:
-        return torch.empty(blocks, scale_heads, size, dtype=torch.float32, device=device)
-
-    if spec.symmetric:
-        return LayerCache(data(), data(), scales(), scales())
-    return LayerCache(data(), data(), scales(), scales(), scales(), scales())
+        return LayerCache(key, value)
+    static = StaticScales(spec, given, device) if spec.static else None
+    names = ["key_scale", "value_scale"]
+    names += [] if spec.symmetric else ["key_zero_point", "value_zero_point"]
+    if static is not None and not static.by_position:
+        return LayerCache(key, value, **static.tensors, static=static)
+    blocks, heads, size, dim = shape
+    scale_shape = [blocks, 1 if spec.granularity == "token" else heads, size]
+    if spec.group_size is not None:
+        scale_shape.append(dim // spec.group_size)
+    scales = {name: torch.empty(scale_shape, dtype=torch.float32, device=device) for name in names}
+    return LayerCache(key, value, **scales, static=static)

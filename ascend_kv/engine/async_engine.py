@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from ascend_kv.engine.engine import Engine
@@ -24,6 +25,7 @@ class AsyncEngine:
         self._wishes: list[Callable[[], Any]] = []
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.Task[None] | None = None
+        self._worker = ThreadPoolExecutor(1)
 
     async def generate(
         self,
@@ -70,20 +72,42 @@ class AsyncEngine:
             self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
+        try:
+            await self._serve()
+        except asyncio.CancelledError:  # the event loop ends, and with it every reader
+            self._grant_wishes()
+            self._drop_streams()
+            raise
+
+    async def _serve(self) -> None:
         while self._wishes or self._engine.has_unfinished_requests():
-            while self._wishes:
-                self._wishes.pop(0)()
+            self._grant_wishes()
             try:
-                outputs = await asyncio.to_thread(self._engine.step)
+                outputs = await self._step()
             except Exception as error:  # nobody else will hear of it
                 for stream in self._streams.values():
                     stream.put_nowait(error)
-                for request_id in list(self._streams):
-                    self._engine.abort_request(request_id)
-                self._streams.clear()
+                self._drop_streams()
                 continue
             for output in outputs:
                 if output.request_id in self._streams:
                     self._streams[output.request_id].put_nowait(output)
                     if output.finished:
                         del self._streams[output.request_id]
+
+    async def _step(self) -> list[RequestOutput]:
+        step = self._worker.submit(self._engine.step)
+        try:
+            return await asyncio.wrap_future(step)
+        except asyncio.CancelledError:
+            wait([step])  # whoever comes next finds the engine between two steps
+            raise
+
+    def _grant_wishes(self) -> None:
+        while self._wishes:
+            self._wishes.pop(0)()
+
+    def _drop_streams(self) -> None:
+        for request_id in self._streams:
+            self._engine.abort_request(request_id)
+        self._streams.clear()

@@ -12,6 +12,8 @@ LEAST_TEMPERATURE = 1e-5
 """Below it float32 logits divided by the temperature lose their meaning."""
 
 MOST_LOGPROBS = 1024
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_PENALTIES)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _whole("top_k", self.top_k, -1)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UsageError(name, value, "a number")
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
             legal = f"0 (greedy), or {LEAST_TEMPERATURE} and more"
             raise UsageError("temperature", self.temperature, legal)
@@ -80,7 +86,7 @@ class SamplingParams:
             raise UsageError("min_p", self.min_p, "0 to 1")
         if not 0 < self.repetition_penalty < math.inf:
             raise UsageError("repetition_penalty", self.repetition_penalty, "above 0, finite")
-        for name in ("frequency_penalty", "presence_penalty"):
+        for name in _PENALTIES:
             if not -2 <= getattr(self, name) <= 2:
                 raise UsageError(name, getattr(self, name), "-2 to 2")
         if self.seed is not None:

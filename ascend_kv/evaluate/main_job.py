@@ -250,7 +250,7 @@ class _MainJob:
             str(self.loaded.path),
             **cache_options(self.recipe, kv_cache_dtype),
             max_model_len=length,
-            kv_cache_memory_bytes=blocks * geometry.block_bytes(formats, self.block_size),
+            kv_cache_memory_bytes=geometry.cache_bytes(formats, blocks, self.block_size, length),
             block_size=self.block_size,
             skip_tokenizer_init=True,
             device=self.device,

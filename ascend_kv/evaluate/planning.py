@@ -22,6 +22,8 @@ def plan_command(
     lengths: tuple[int, int],
     formats: Sequence[str],
     granularity: str,
+    scale_type: str,
+    group_size: int | None,
     block_size: int | None,
     device: str,
     explain: bool,
@@ -35,6 +37,8 @@ def plan_command(
         lengths: mean prompt and output, in tokens.
         formats: names of cache formats; ``auto`` is the model's own type.
         granularity: what shares a scale in quantized formats.
+        scale_type: dynamic or static.
+        group_size: channels that share a scale, with granularity group.
         block_size: tokens a block; None: the device's default.
         device: a name that ``devices.get_device`` knows.
         explain: whether to say where the bytes of a token come from.
@@ -50,7 +54,13 @@ def plan_command(
     rows: list[tuple[str, ...]] = []
     explained: list[str] = []
     for name in formats:
-        cache = CacheConfig(kv_cache_dtype=name, granularity=granularity, block_size=block_size)
+        cache = CacheConfig(
+            kv_cache_dtype=name,
+            granularity=granularity,
+            scale_type=scale_type,
+            group_size=group_size,
+            block_size=block_size,
+        )
         layers = resolve_formats(geometry, cache, geometry.dtype)
         size = resolve_block_size(cache, get_device(device), layers)
         for line in explain_memory(geometry, layers, max_model_len).splitlines():

@@ -119,6 +119,9 @@ class BenchRecipe:
     block_size: int | None = None
     granularity: str = "token_head"
     symmetric: bool = True
+    scale_type: str = "dynamic"
+    group_size: int | None = None
+    kv_cache_scales: str | None = None
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     pair_scaling: PairScaling = "auto"
     key_offset_layers: KeyOffsetLayers = "auto"
@@ -152,11 +155,16 @@ class BenchRecipe:
         self.perplexity.check()
         _at_least("planted_bias.texts", self.planted_bias.texts, 0)
         _at_least("samples.max_tokens", self.samples.max_tokens, 1)
+        if self.scale_type == "static" and self.kv_cache_scales is None:
+            raise UsageError("kv_cache_scales", None, "a file or checkpoint, with static scales")
         for kv_cache_dtype in self.formats():
             CacheConfig(
                 kv_cache_dtype=kv_cache_dtype,
                 granularity=self.granularity,
                 symmetric=self.symmetric,
+                scale_type=self.scale_type,
+                group_size=self.group_size,
+                kv_cache_scales=self.kv_cache_scales,
                 kv_cache_dtype_skip_layers=self.kv_cache_dtype_skip_layers,
                 pair_scaling=self.pair_scaling,
                 key_offset_layers=self.key_offset_layers,

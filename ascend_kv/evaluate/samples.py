@@ -66,7 +66,7 @@ def _generate(
         str(loaded.path),
         **cache_options(recipe, kv_cache_dtype),
         max_model_len=longest,
-        kv_cache_memory_bytes=blocks * loaded.geometry.block_bytes(formats, block_size),
+        kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, longest),
         block_size=block_size,
         skip_tokenizer_init=True,
         device=recipe.device,

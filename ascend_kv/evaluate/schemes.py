@@ -45,6 +45,9 @@ def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
         "kv_cache_dtype": kv_cache_dtype,
         "granularity": recipe.granularity,
         "symmetric": recipe.symmetric,
+        "scale_type": recipe.scale_type,
+        "group_size": recipe.group_size,
+        "kv_cache_scales": recipe.kv_cache_scales,
         "kv_cache_dtype_skip_layers": recipe.kv_cache_dtype_skip_layers if quantized else (),
         "pair_scaling": recipe.pair_scaling,
         "key_offset_layers": recipe.key_offset_layers if quantized else "none",
@@ -132,6 +135,7 @@ def run_scheme(
     started = time.perf_counter()
     _serve(llm, requests, advance)
     measured = _measure(llm, time.perf_counter() - started)
+    llm.warn_of_clipping()
     # The next scheme's cache must not find this one's still in memory.
     del llm
     gc.collect()
@@ -172,7 +176,9 @@ def _measure(llm: LLM, wall_seconds: float) -> Measured:
         batch_mean_busy=_time_mean(busy, lambda cache: cache.num_sequences),
         batch_peak=max(step.running for step in steps),
         kv_allocated_bytes=llm.cache.allocated_bytes,
-        kv_geometry_bytes=llm.cache.num_blocks * block_bytes,
+        kv_geometry_bytes=llm.geometry.cache_bytes(
+            llm.formats, llm.cache.num_blocks, llm.block_size, llm.max_model_len
+        ),
         kv_token_bytes_mean=_time_mean(steps, lambda cache: cache.used_tokens * token_bytes),
         kv_held_bytes_mean=_time_mean(steps, lambda cache: cache.used_blocks * block_bytes),
         utilisation=_time_mean(steps, lambda cache: cache.utilisation),

@@ -45,9 +45,9 @@ def run_sweep(
         str(loaded.path),
         **cache_options(recipe, sweep.kv_cache_dtype),
         max_model_len=length,
-        kv_cache_memory_bytes=max(sweep.batches)
-        * blocks
-        * loaded.geometry.block_bytes(formats, block_size),
+        kv_cache_memory_bytes=loaded.geometry.cache_bytes(
+            formats, max(sweep.batches) * blocks, block_size, length
+        ),
         block_size=block_size,
         skip_tokenizer_init=True,
         device=recipe.device,
@@ -81,10 +81,9 @@ def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
         )
     )
     for layer in llm.cache.layers:
-        for tensor in layer:
-            if tensor is not None:
-                copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
-                copies[1:] = copies[:1].clone()
+        for tensor in layer.block_tensors:
+            copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
+            copies[1:] = copies[:1].clone()
 
 
 def _decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:

@@ -7,7 +7,7 @@ import torch
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.integrations.attention import STEP_KEYWORD, CacheStep
-from ascend_kv.integrations.conditioning import ConditionedKeys
+from ascend_kv.integrations.key_conditioning import ConditionedKeys
 from ascend_kv.integrations.loading import LoadedModel
 
 

@@ -17,7 +17,11 @@ import torch
 from ascend_kv.config import KeyOffsetLayers, PairScaling
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import FormatSpec, ModelGeometry
-from ascend_kv.integrations.conditioning import ConditionedKeys, KeyConditioning, LayerConditioning
+from ascend_kv.integrations.key_conditioning import (
+    ConditionedKeys,
+    KeyConditioning,
+    LayerConditioning,
+)
 from ascend_kv.integrations.key_folding import Fold, powers_of_two
 from ascend_kv.integrations.key_offset import KeyOffset, make_rotary_table
 from ascend_kv.integrations.key_trial import same_scores, trial_positions, try_keys
@@ -148,6 +152,8 @@ class _Planner:
             return _Decision(True, "asked for")
         if not self._formats[layer].quantized:
             return _Decision(False, f"{self._formats[layer].name} channels share no scale")
+        if self._formats[layer].granularity == "channel":
+            return _Decision(False, "every channel has a quantization scale of its own")
         return _Decision(True, "channels share a quantization scale")
 
     def _decide_offset(
@@ -217,9 +223,11 @@ class _Planner:
 def _auto_offset(spec: FormatSpec, weights: KeyWeights, rotary_dim: int, scaled: bool) -> _Decision:
     if not spec.quantized:
         return _Decision(False, f"{spec.name} keys are not quantized")
-    if scaled and spec.name == "int8":
+    # where channels have scales of their own, a bias costs its own pair only, as with scaled pairs
+    if spec.name == "int8" and (scaled or spec.granularity == "channel"):
         share, least = weights.pair_bias_share(rotary_dim), SCALED_INT8_SHARE
-        what = "INT8 with scaled pairs, its largest pair bias against that pair's keys"
+        scales = "scaled pairs" if scaled else "scales of channels"
+        what = f"INT8 with {scales}, its largest pair bias against that pair's keys"
     else:
         share, least = weights.bias_share, OFFSET_SHARE
         what = "its bias against its keys"

@@ -31,10 +31,10 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> TokenizedPrompt:
         UsageError: a prompt of another kind, or text without a tokenizer.
     """
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-        token_ids = list(prompt["prompt_token_ids"])
-        if not all(isinstance(token, int) for token in token_ids):
-            raise UsageError("prompt_token_ids", token_ids, "integers")
-        return TokenizedPrompt(prompt.get("prompt"), token_ids)
+        given = prompt["prompt_token_ids"]
+        if not isinstance(given, Sequence) or not all(isinstance(token, int) for token in given):
+            raise UsageError("prompt_token_ids", given, "a list of integers")
+        return TokenizedPrompt(prompt.get("prompt"), list(given))
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     if not isinstance(text, str):
         raise UsageError("prompt", prompt, _LEGAL)

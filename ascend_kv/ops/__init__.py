@@ -1,4 +1,7 @@
-"""The operators, one file each; importing this registers them as ``torch.ops.ascend_kv.*``."""
+"""The operators, one file each; importing this registers them as ``torch.ops.ascend_kv.*``.
+
+Compiled operators serve where they were built (``native``, ``platform``), else the references.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ascend_kv.ops.kv_cache_move import kv_cache_move
 from ascend_kv.ops.kv_cache_quantize import kv_cache_quantize
 from ascend_kv.ops.kv_cache_store import kv_cache_store
 from ascend_kv.ops.merge_attention import merge_attention
+from ascend_kv.ops.native import load_cpu_operators
 from ascend_kv.ops.paged_attention import paged_attention
 from ascend_kv.ops.platform import register_npu_operators
 from ascend_kv.ops.select_topk import select_topk
@@ -29,4 +33,5 @@ __all__ = [
     "select_topk",
 ]
 
+load_cpu_operators()
 register_npu_operators()

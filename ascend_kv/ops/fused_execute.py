@@ -17,6 +17,7 @@ from ascend_kv.ops.fused_request import request_of
 from ascend_kv.ops.fused_sources import logical, pack, unpack
 from ascend_kv.ops.kv_cache_load import kv_cache_load
 from ascend_kv.ops.paged import is_paged
+from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -163,10 +164,8 @@ def attend(
     routes_taken.update(chosen.routes)
     if not chosen.fallbacks:
         return execute(chosen, tensors, library)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-    operator = torch.ops.ascend_kv.paged_attention.default
-    output, log_sum_exp = operator.redispatch(
-        keys,
+    reference = operator("paged_attention", REFERENCE_NAMESPACE)
+    output, log_sum_exp = reference(
         *(query, key_cache, value_cache, block_tables, query_lengths, kv_lengths, softmax_scale),
         causal=causal,
         window=window,

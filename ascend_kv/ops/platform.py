@@ -23,13 +23,12 @@ from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import attend, routes_taken
+from ascend_kv.ops.native import VARIABLE
 from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
-# auto (kernels where they are built), native (an error where they are not) or reference
-OPERATORS_VARIABLE = "ASCEND_KV_OPERATORS"
 _NPU_LIBRARY = "ascend_kv.ops._npu"  # built by setup.py; a library, not a module
 _NOT_BUILT = (
     "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
@@ -133,7 +132,7 @@ def register_npu_operators() -> bool:
 
 
 def _operators_wanted() -> str:
-    return os.environ.get(OPERATORS_VARIABLE) or "auto"
+    return os.environ.get(VARIABLE) or "auto"
 
 
 def _load_kernels() -> None:
@@ -143,7 +142,7 @@ def _load_kernels() -> None:
     found = importlib.util.find_spec(_NPU_LIBRARY)
     if found is None or found.origin is None:
         if wanted == "native":
-            raise RunError(f"{OPERATORS_VARIABLE}=native, but {_NOT_BUILT}")
+            raise RunError(f"{VARIABLE}=native, but {_NOT_BUILT}")
         return
     try:
         torch.ops.load_library(found.origin)

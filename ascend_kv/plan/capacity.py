@@ -122,12 +122,7 @@ def _block_steps(prompt: int, output: int, block_size: int) -> int:
 
 def describe_formats(formats: Sequence[FormatSpec]) -> str:
     """The layers' formats in few words: "int8/token_head", or "2 x float16, 28 x int8/token"."""
-    names = [
-        f"{spec.name}/{spec.granularity}{'' if spec.symmetric else '/asymmetric'}"
-        if spec.quantized
-        else spec.name
-        for spec in formats
-    ]
+    names = [str(spec) for spec in formats]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     if len(counts) == 1:
         return names[0]

@@ -1,8 +1,13 @@
-"""Paged caches for the tests of operators, poisoned wherever no token lies."""
+"""Paged caches for the tests of operators, poisoned wherever no token lies.
+
+The tests of an operator that has a native implementation run twice, with it and with the reference.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,8 +15,11 @@ import torch
 from oracle import PagedSide
 
 from ascend_kv.formats import FLOAT_DTYPES
+from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
 
 Tensor = torch.Tensor
+KERNELS = Path(__file__).resolve().parents[2] / "op_kernels"
+NATIVE = {path.stem.removesuffix("_cpu") for path in KERNELS.glob("*/*_cpu.cpp")}
 GARBAGE = (-1, 2**31 - 1, -(2**31), 12345678)
 
 
@@ -111,6 +119,25 @@ def _parameter(
     return paged
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition("test_")[2] in NATIVE:
+        metafunc.fixturenames.append("implementation")
+        metafunc.parametrize("implementation", ["native", "reference"], indirect=True)
+
+
+@pytest.fixture
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What serves the operator that the module tests: its own kernel, or the reference."""
+    name = request.module.__name__.rpartition("test_")[2]
+    which: str = getattr(request, "param", "native")
+    if which == "native" and not has_kernel(name, "cpu"):
+        pytest.skip("the native CPU operators are not built here")
+    if which == "reference":
+        module = sys.modules[f"ascend_kv.ops.{name}"]
+        monkeypatch.setattr(module, "_op", operator(name, REFERENCE_NAMESPACE))
+    return which
+
+
 @pytest.fixture
 def cache_with() -> Callable[..., Cache]:
     """``make_cache``, for the tests."""
@@ -124,11 +151,14 @@ def tables_for() -> Callable[..., tuple[Tensor, int]]:
 
 
 @pytest.fixture
-def opcheck() -> Callable[..., Any]:
+def opcheck(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """torch's own check of schema, fake function and dispatch of an operator."""
+    which = "native"
+    if "implementation" in request.fixturenames:
+        which = request.getfixturevalue("implementation")
+    namespace = REFERENCE_NAMESPACE if which == "reference" else NAMESPACE
 
     def check(name: str, *args: Any, **kwargs: Any) -> None:
-        operator = getattr(torch.ops.ascend_kv, name).default
-        torch.library.opcheck(operator, args, kwargs)
+        torch.library.opcheck(operator(name, namespace), args, kwargs)
 
     return check

@@ -12,7 +12,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import GRANULARITIES
+from ascend_kv.formats import REDUCED_DIMS
 
 
 def assert_is_oracles(x: torch.Tensor, granularity: str, symmetric: bool) -> None:
@@ -29,7 +29,7 @@ def assert_is_oracles(x: torch.Tensor, granularity: str, symmetric: bool) -> Non
         assert result.is_contiguous()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", REDUCED_DIMS)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 33])
 def test_granularities(granularity: str, symmetric: bool, tokens: int) -> None:
@@ -48,7 +48,7 @@ def test_types_and_head_dims(dim: int, dtype: torch.dtype) -> None:
 def test_strided_input() -> None:
     x = torch.randn(7, 2, 3, 40).permute(1, 2, 0, 3)[..., ::2]
     assert not x.is_contiguous()
-    for granularity in GRANULARITIES:
+    for granularity in REDUCED_DIMS:
         assert_is_oracles(x, granularity, False)
 
 
@@ -80,7 +80,7 @@ def test_groups_of_channels(symmetric: bool, group_size: int, dtype: torch.dtype
     assert error[~back.isnan()].amax() <= 0
 
 
-@pytest.mark.parametrize("granularity", [*GRANULARITIES, "group"])
+@pytest.mark.parametrize("granularity", [*REDUCED_DIMS, "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_static(granularity: str, symmetric: bool) -> None:
     size = 8 if granularity == "group" else 0
@@ -123,7 +123,7 @@ def test_static_refuses_what_it_cannot_mark(bad: float) -> None:
 
 def test_opcheck(opcheck: Any) -> None:
     x = torch.randn(2, 3, 5, 8).to(torch.bfloat16)
-    for granularity in GRANULARITIES:
+    for granularity in REDUCED_DIMS:
         opcheck("kv_cache_quantize", x, granularity, granularity != "token")
     opcheck("kv_cache_quantize", x, "group", False, group_size=4)
     scale = torch.ones(1, 3, 1, 1)

@@ -16,7 +16,10 @@ import torch
 from ascend_kv import ops
 from ascend_kv.devices import get_device
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.ops import platform, registration
+from ascend_kv.ops import native, platform, registration
+
+KERNELS = Path(__file__).resolve().parents[2] / "op_kernels"
+NATIVE = [path.stem.removesuffix("_cpu") for path in KERNELS.glob("*/*_cpu.cpp")]
 
 
 @pytest.fixture
@@ -135,7 +138,10 @@ def test_memory_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_every_operator_has_an_implementation() -> None:
-    assert platform.implementations("cpu") == dict.fromkeys(ops.__all__, "reference")
+    built = native.find_problem(native.LIBRARY) is None
+    expected = dict.fromkeys(ops.__all__, "reference")
+    expected |= dict.fromkeys(NATIVE if built else (), "native")
+    assert platform.implementations("cpu") == expected
     assert platform.implementations() == platform.implementations(platform.find_device())
 
 

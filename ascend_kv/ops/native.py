@@ -1,0 +1,74 @@
+"""Finds and loads the CPU operators compiled from ``op_kernels``, which then serve on a CPU.
+
+``ASCEND_KV_OPERATORS`` says what is wanted, here and on an NPU (``platform``): ``auto`` (compiled
+operators where there are any, the default), ``native`` (an error where there are none) or
+``reference`` (the Python references).
+
+Beside the library lies what it was compiled for. A library that was compiled for a CPU that has
+more than this one, or against another torch, is not loaded: it could end the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from ascend_kv.errors import RunError, UsageError
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ASCEND_KV_OPERATORS"
+CHOICES = ("auto", "native", "reference")
+LIBRARY = Path(__file__).with_name("_native_cpu.so")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def load_cpu_operators(library: Path = LIBRARY) -> bool:
+    """Load the compiled operators if they are wanted and fit this machine; whether they serve.
+
+    Raises:
+        UsageError: the variable holds something else than ``CHOICES``.
+        RunError: ``native`` is asked for and cannot be had.
+    """
+    wanted = os.environ.get(VARIABLE) or "auto"
+    if wanted not in CHOICES:
+        raise UsageError(VARIABLE, wanted, CHOICES)
+    if wanted == "reference":
+        return False
+    problem = find_problem(library)
+    if problem is None:
+        torch.ops.load_library(str(library))
+        return True
+    advice = "install the package again where torch and a C++ compiler are: pip install -e ."
+    if wanted == "native":
+        raise RunError(f"{VARIABLE}=native, but {problem}; {advice}")
+    logger.warning("%s: the Python references serve, several times slower (%s)", problem, advice)
+    return False
+
+
+def find_problem(library: Path) -> str | None:
+    """Why the library cannot be loaded here; None if it can."""
+    try:
+        made_for = json.loads(library.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        return "no native CPU operators were built"
+    if made_for["torch"] != torch.__version__:
+        return (
+            f"the native CPU operators were built with torch {made_for['torch']}, "
+            f"and this is {torch.__version__}"
+        )
+    missing = set(made_for["cpu_features"]) - _cpu_features()
+    if missing:
+        return f"the native CPU operators need {', '.join(sorted(missing))}, which this CPU lacks"
+    return None
+
+
+def _cpu_features() -> set[str]:
+    try:
+        return set(_CPUINFO.read_text().split())
+    except OSError:
+        return set()

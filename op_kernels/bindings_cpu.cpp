@@ -1,0 +1,14 @@
+// The CPU operators under their names; the schemas stand in ascend_kv/ops/*.py.
+#include <torch/library.h>
+
+#include "common/cpu_dispatch.h"
+#include "common/cpu_operators.h"
+
+#define SERVE(name)                                                                        \
+  m.impl(#name, TORCH_FN((ascend_kv::cpu::Served<"ascend_kv_reference::" #name,            \
+                                                 &ascend_kv::cpu::name>::call)))
+
+TORCH_LIBRARY_IMPL(ascend_kv, CPU, m) {
+  SERVE(kv_cache_store);
+  SERVE(paged_attention);
+}

@@ -1,0 +1,119 @@
+// From tensors to what the CPU kernels take, and the checks without which an address would be wrong.
+//
+// An operator returns false, or nothing, where it does not serve what it was given: the Python
+// reference then serves it, or says what is wrong (bindings_cpu.cpp).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "cpu_paged.h"
+
+namespace ascend_kv::cpu {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+inline std::optional<Type> type_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return Type::FLOAT;
+    case at::kHalf: return Type::HALF;
+    case at::kBFloat16: return Type::BFLOAT;
+    case at::kChar: return Type::INT8;
+    default: return std::nullopt;
+  }
+}
+
+inline at::ScalarType scalar_type_of(Type type) {
+  constexpr at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16, at::kChar};
+  return types[static_cast<int>(type)];
+}
+
+inline bool is_int(const at::Tensor& x) {
+  return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong;
+}
+
+// A one- or two-dimensional tensor of int32 or int64, read as int64.
+class IntReader {
+ public:
+  explicit IntReader(const at::Tensor& x)
+      : data_(x.const_data_ptr()),
+        wide_(x.scalar_type() == at::kLong),
+        row_(x.dim() == 2 ? x.stride(0) : 0),
+        column_(x.dim() ? x.stride(x.dim() - 1) : 0) {}
+  int64_t operator()(int64_t column) const { return (*this)(0, column); }
+  int64_t operator()(int64_t row, int64_t column) const {
+    const int64_t at = row * row_ + column * column_;
+    return wide_ ? static_cast<const int64_t*>(data_)[at] : static_cast<const int32_t*>(data_)[at];
+  }
+
+ private:
+  const void* data_;
+  bool wide_;
+  int64_t row_, column_;
+};
+
+// False where the tensor does not lie beside `cache` [K, N, S, D].
+inline bool read_parameter(const MaybeTensor& given, const at::Tensor& cache, Parameter& out) {
+  if (!given) return true;
+  const at::Tensor& x = *given;
+  if (x.scalar_type() != at::kFloat) return false;
+  const auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+  const int64_t dim = cache.size(3);
+  // a tensor without elements still stands for a parameter
+  static float none[1];
+  out.data = x.numel() ? const_cast<float*>(x.const_data_ptr<float>()) : none;
+  if (x.dim() == 3) {
+    out.kind = Parameter::TOKEN;
+    if (x.size(0) != cache.size(0) || x.size(2) != cache.size(2)) return false;
+    if (x.size(1) != 1 && x.size(1) != cache.size(1)) return false;
+    out.block = stride(0), out.head = stride(1), out.token = stride(2);
+    return true;
+  }
+  if (x.dim() != 4) return false;
+  out.head = stride(1), out.channel = stride(3);
+  if (x.size(3) == 1 || x.size(3) == dim) {
+    out.kind = Parameter::STATIC;
+    return x.size(0) == 1 && x.size(2) == 1 && (x.size(1) == 1 || x.size(1) == cache.size(1));
+  }
+  out.kind = Parameter::GROUP;
+  out.block = stride(0), out.token = stride(2);
+  if (x.size(3) == 0 || dim % x.size(3)) return false;
+  out.group_size = dim / x.size(3);
+  return x.sizes().slice(0, 3) == cache.sizes().slice(0, 3);
+}
+
+inline bool read_side(
+    const at::Tensor& cache, const MaybeTensor& scale, const MaybeTensor& zero_point, Side& out) {
+  const auto type = type_of(cache);
+  if (!type || cache.dim() != 4 || (cache.stride(3) != 1 && cache.size(3) > 1)) return false;
+  if ((*type == Type::INT8) != scale.has_value() || (zero_point && !scale)) return false;
+  out.data = static_cast<char*>(const_cast<void*>(cache.const_data_ptr()));
+  out.type = *type;
+  const int64_t bytes = bytes_of_type(*type);
+  out.block = cache.stride(0) * bytes;
+  out.head = cache.stride(1) * bytes;
+  out.token = cache.stride(2) * bytes;
+  if (!read_parameter(scale, cache, out.scale)) return false;
+  if (!read_parameter(zero_point, cache, out.zero_point)) return false;
+  return !zero_point || zero_point->sizes() == scale->sizes();
+}
+
+// The blocks of one sequence that hold its tokens first * S to length; false: one names none.
+inline bool read_blocks(
+    const IntReader& tables,
+    int64_t row,
+    int64_t first,
+    int64_t last,
+    int64_t num_blocks,
+    std::vector<int64_t>& out) {
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t block = tables(row, i);
+    if (block < 0 || block >= num_blocks) return false;
+    out.push_back(block);
+  }
+  return true;
+}
+
+}  // namespace ascend_kv::cpu

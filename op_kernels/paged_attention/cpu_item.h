@@ -1,0 +1,332 @@
+// One item of attention: the scores of its rows over its keys, tile by tile, their softmax, and the
+// weighted values. A row is one query with one query head.
+#pragma once
+
+#include <vector>
+
+#include "cpu_call.h"
+#include "cpu_few_rows.h"
+#include "cpu_many_rows.h"
+#include "cpu_softmax.h"
+
+namespace ascend_kv::cpu {
+
+// The kernels of one storage type.
+struct TypeKernels {
+  decltype(&dot_rows<float>) dot;
+  decltype(&weigh_rows<float>) weigh;
+  decltype(&convert_row<float>) convert;
+};
+
+template <class T>
+constexpr TypeKernels KERNELS_OF = {dot_rows<T>, weigh_rows<T>, convert_row<T>};
+
+inline const TypeKernels& kernels_of(Type type) {
+  switch (type) {
+    case Type::HALF: return KERNELS_OF<Half>;
+    case Type::BFLOAT: return KERNELS_OF<BFloat>;
+    case Type::INT8: return KERNELS_OF<int8_t>;
+    default: return KERNELS_OF<float>;
+  }
+}
+
+// Memory of a thread, kept from call to call.
+struct Scratch {
+  std::vector<float> floats;
+  std::vector<RowState> states;
+
+  float* take(int64_t count) {
+    if (static_cast<int64_t>(floats.size()) < count) floats.resize(count);
+    return floats.data();
+  }
+};
+
+class ItemRun {
+ public:
+  ItemRun(const Call& call, const Item& item, Scratch& scratch)
+      : call_(call), item_(item), sequence_(call.sequences[item.sequence]) {
+    rows_ = static_cast<int>(item.queries * call.group());
+    few_ = rows_ <= FEW_ROWS && call.key.scale.kind != Parameter::GROUP &&
+           call.value.scale.kind != Parameter::GROUP;
+    const int64_t rows = rows_, width = call.padded;
+    float* next = scratch.take(
+        rows * (2 * width + TILE + 2) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
+    const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
+    query_ = carve(rows * width);
+    sums_ = carve(rows * width);
+    scores_ = carve(rows * TILE);
+    query_sum_ = carve(rows);
+    shift_ = carve(rows);
+    bias_ = carve(TILE);
+    if (!few_) {
+      turned_keys_ = carve(TILE * width);
+      values_ = carve(TILE * width);
+      converted_ = carve(LANES * width);
+    }
+    scratch.states.assign(rows_, RowState{});
+    states_ = scratch.states.data();
+  }
+
+  // `parts`: where items that are one of several leave their sums.
+  void run(float* parts);
+
+ private:
+  void load_queries();
+  void read_tile(int64_t first, int count);
+  void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
+  Seen seen_by(int row, int64_t first, int count) const;
+  const float* bias_of(int row, int64_t first, int count);
+  void score();
+  void sum_values();
+  void place(int64_t token, int64_t& block, int64_t& offset) const {
+    block = call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
+    offset = token % call_.block_size;
+  }
+
+  const Call& call_;
+  const Item& item_;
+  const Sequence& sequence_;
+  int rows_;
+  bool few_;
+  float *query_, *sums_, *scores_, *query_sum_, *shift_, *bias_;
+  float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
+  RowState* states_;
+  TileTokens tokens_;
+  const void* key_rows_[TILE];
+  const void* value_rows_[TILE];
+  int64_t first_ = 0;
+};
+
+inline Vec load_query(const Call& call, const char* row, int64_t c, int count) {
+  switch (call.query_type) {
+    case Type::HALF: return load_at(reinterpret_cast<const Half*>(row), c, count);
+    case Type::BFLOAT: return load_at(reinterpret_cast<const BFloat*>(row), c, count);
+    default: return load_at(reinterpret_cast<const float*>(row), c, count);
+  }
+}
+
+// The scaled queries. What static scales and zero points of the keys do to a score is done here.
+inline void ItemRun::load_queries() {
+  const int64_t group = call_.group(), head = item_.kv_head;
+  const Parameter &scale = call_.key.scale, &zero = call_.key.zero_point;
+  for (int r = 0; r < rows_; ++r) {
+    const int64_t token = sequence_.query_start + item_.query + r / group;
+    const char* from =
+        call_.query + token * call_.query_token + (head * group + r % group) * call_.query_head;
+    float* to = query_ + r * call_.padded;
+    Vec total{};
+    for_vectors(call_.dim, [&](int64_t c, int count) {
+      const Vec q = load_query(call_, from, c, count) * call_.softmax_scale;
+      total = total + q;
+      write(to + c, q);
+    });
+    query_sum_[r] = sum(total);
+    shift_[r] = 0;
+    if (zero.kind == Parameter::STATIC) {
+      for (int64_t c = 0; c < call_.dim; ++c) shift_[r] += to[c] * zero.fixed(head, c);
+    }
+    if (scale.kind == Parameter::STATIC) {
+      for (int64_t c = 0; c < call_.dim; ++c) to[c] *= scale.fixed(head, c);
+    }
+  }
+}
+
+inline void ItemRun::read_parameter(
+    const Parameter& p, int64_t first, int count, bool& has, float* out) const {
+  has = p.kind == Parameter::TOKEN;
+  if (!has) return;
+  for (int k = 0; k < count; ++k) {
+    int64_t block, offset;
+    place(first + k, block, offset);
+    out[k] = *p.at(block, item_.kv_head, offset);
+  }
+  for (int k = count; k % LANES; ++k) out[k] = 0;
+}
+
+// Where the keys and values of a tile lie, and what is known of them. The addresses go on to whole
+// vectors with the last one.
+inline void ItemRun::read_tile(int64_t first, int count) {
+  first_ = first;
+  tokens_.count = count;
+  const int64_t head = item_.kv_head;
+  for (int k = 0; k < count; ++k) {
+    int64_t block, offset;
+    place(first + k, block, offset);
+    key_rows_[k] = call_.key.at(block, head, offset);
+    value_rows_[k] = call_.value.at(block, head, offset);
+    tokens_.position[k] = k;
+    if (call_.key_positions) {
+      tokens_.position[k] =
+          call_.key_positions[block * call_.position_block + head * call_.position_head +
+                              offset * call_.position_token];
+    }
+  }
+  for (int k = count; k % LANES; ++k) {
+    key_rows_[k] = key_rows_[count - 1];
+    value_rows_[k] = value_rows_[count - 1];
+    tokens_.position[k] = 0;
+  }
+  read_parameter(call_.key.scale, first, count, tokens_.has_key_scale, tokens_.key_scale);
+  read_parameter(call_.key.zero_point, first, count, tokens_.has_key_zero, tokens_.key_zero);
+  read_parameter(call_.value.scale, first, count, tokens_.has_value_scale, tokens_.value_scale);
+  read_parameter(
+      call_.value.zero_point, first, count, tokens_.has_value_zero, tokens_.value_zero);
+}
+
+inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
+  const int64_t position = call_.position(sequence_, item_.query + row / call_.group());
+  int64_t low = call_.first_seen(position), high = call_.last_seen(position);
+  if (call_.key_positions) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    constexpr int64_t least = std::numeric_limits<int32_t>::min();
+    if (low > most || high < least) return {false, 1, 0};
+    return {
+        low <= least && high >= most, static_cast<int32_t>(std::max(low, least)),
+        static_cast<int32_t>(std::min(high, most))};
+  }
+  if (low <= first && high >= first + count - 1) return {};
+  low = std::clamp<int64_t>(low, first, first + count) - first;
+  high = std::clamp<int64_t>(high, first - 1, first + count) - first;
+  return {false, static_cast<int32_t>(low), static_cast<int32_t>(high)};
+}
+
+inline const float* ItemRun::bias_of(int row, int64_t first, int count) {
+  if (!call_.bias) return nullptr;
+  const int64_t group = call_.group();
+  const float* bias = call_.bias +
+                      (sequence_.query_start + item_.query + row / group) * call_.bias_token +
+                      (item_.kv_head * group + row % group) * call_.bias_head;
+  if (!call_.key_positions) return bias + first;
+  for (int k = 0; k < count; ++k) bias_[k] = bias[tokens_.position[k]];
+  return bias_;
+}
+
+inline void ItemRun::score() {
+  const TypeKernels& kernels = kernels_of(call_.key.type);
+  const int whole = static_cast<int>(round_up(tokens_.count, LANES));
+  const int64_t width = call_.padded;
+  if (few_) {
+    kernels.dot(query_, width, rows_, key_rows_, whole, call_.dim, scores_, TILE);
+    return;
+  }
+  for (int k = 0; k < whole; k += LANES) {
+    for (int l = 0; l < LANES; ++l) {
+      float* row = converted_ + l * width;
+      kernels.convert(key_rows_[k + l], call_.dim, row);
+      if (call_.key.scale.kind == Parameter::GROUP) {
+        int64_t block, offset;
+        place(first_ + std::min(k + l, tokens_.count - 1), block, offset);
+        apply_groups(
+            call_.key.scale, call_.key.zero_point, block, item_.kv_head, offset, call_.dim, row);
+      }
+    }
+    turn_rows(converted_, width, turned_keys_, TILE, k);
+  }
+  multiply(query_, width, rows_, turned_keys_, TILE, call_.dim, whole, scores_, TILE, false);
+}
+
+inline void ItemRun::sum_values() {
+  const TypeKernels& kernels = kernels_of(call_.value.type);
+  const int64_t width = call_.padded;
+  if (few_) {
+    kernels.weigh(scores_, TILE, rows_, value_rows_, tokens_.count, call_.dim, sums_, width);
+    return;
+  }
+  for (int k = 0; k < tokens_.count; ++k) {
+    float* row = values_ + k * width;
+    kernels.convert(value_rows_[k], call_.dim, row);
+    if (call_.value.scale.kind == Parameter::GROUP) {
+      int64_t block, offset;
+      place(first_ + k, block, offset);
+      apply_groups(
+          call_.value.scale, call_.value.zero_point, block, item_.kv_head, offset, call_.dim, row);
+    }
+  }
+  multiply(scores_, TILE, rows_, values_, width, tokens_.count, width, sums_, width, true);
+}
+
+// What one query head makes of the sums of its keys: the row of the output, and log-sum-exp.
+inline void finish_row(
+    const Call& call, int64_t token, int64_t head, const RowState& state, float* sums) {
+  const int64_t kv_head = head / call.group();
+  const float sink = call.sinks ? call.sinks[head * call.sink_stride] : NOTHING;
+  float& log_sum_exp = call.log_sum_exp[token * call.heads + head];
+  char* to = call.output + (token * call.heads + head) * call.dim * bytes_of_type(call.query_type);
+  float factor = 0;
+  if (state.total == 0) {  // a query that sees nothing
+    log_sum_exp = sink;
+  } else {
+    const float largest = std::max(state.largest, sink);
+    const float share = exp_negative(state.largest - largest);
+    const float total = state.total * share + exp_negative(sink - largest);
+    log_sum_exp = largest + std::log(total);
+    factor = share / total;
+  }
+  const Parameter &scale = call.value.scale, &zero = call.value.zero_point;
+  if (scale.kind == Parameter::STATIC)
+    for (int64_t c = 0; c < call.dim; ++c) sums[c] *= scale.fixed(kv_head, c);
+  if (zero.kind == Parameter::STATIC)
+    for (int64_t c = 0; c < call.dim; ++c) sums[c] += state.total * zero.fixed(kv_head, c);
+  for_vectors(call.dim, [&](int64_t c, int count) {
+    const Vec x = state.total == 0 ? Vec{} : (load(sums + c) + state.zero) * factor;
+    switch (call.query_type) {
+      case Type::HALF: store_at(reinterpret_cast<Half*>(to), c, count, x); break;
+      case Type::BFLOAT: store_at(reinterpret_cast<BFloat*>(to), c, count, x); break;
+      default: store_at(reinterpret_cast<float*>(to), c, count, x);
+    }
+  });
+}
+
+inline void ItemRun::run(float* parts) {
+  const int64_t width = call_.padded, group = call_.group();
+  std::fill(sums_, sums_ + rows_ * width, 0.0f);
+  load_queries();
+  for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
+    const int count = static_cast<int>(std::min<int64_t>(TILE, item_.last_key - first));
+    read_tile(first, count);
+    score();
+    for (int r = 0; r < rows_; ++r) {
+      const float kept = weigh_scores(
+          scores_ + r * TILE, tokens_, seen_by(r, first, count), query_sum_[r], shift_[r],
+          bias_of(r, first, count), states_[r]);
+      if (kept != 1.0f) scale_row(sums_ + r * width, width, kept);
+    }
+    sum_values();
+  }
+  for (int r = 0; r < rows_; ++r) {
+    if (item_.part < 0) {
+      const int64_t token = sequence_.query_start + item_.query + r / group;
+      finish_row(call_, token, item_.kv_head * group + r % group, states_[r], sums_ + r * width);
+      continue;
+    }
+    float* to = parts + item_.part + r * part_row_floats(call_);
+    std::copy(sums_ + r * width, sums_ + (r + 1) * width, to);
+    to[width] = states_[r].largest, to[width + 1] = states_[r].total,
+    to[width + 2] = states_[r].zero;
+  }
+}
+
+// One row of a sequence that was cut along its keys.
+inline void merge_row(const Call& call, const Merge& merge, int64_t row, const float* parts) {
+  const int64_t width = call.padded, group = call.group(), stride = part_row_floats(call);
+  const int64_t part_floats = merge.queries * group * stride;
+  const float* first = parts + merge.part + row * stride;
+  RowState state;
+  for (int64_t i = 0; i < merge.count; ++i)
+    state.largest = std::max(state.largest, first[i * part_floats + width]);
+  thread_local std::vector<float> sums;
+  sums.assign(width, 0.0f);
+  for (int64_t i = 0; i < merge.count; ++i) {
+    const float* part = first + i * part_floats;
+    if (part[width + 1] == 0) continue;  // nothing of it is seen
+    const float share = exp_negative(part[width] - state.largest);
+    state.total += part[width + 1] * share;
+    state.zero += part[width + 2] * share;
+    for (int64_t c = 0; c < width; c += LANES)
+      write(&sums[c], fma(load(part + c), broadcast(share), load(&sums[c])));
+  }
+  const int64_t token = call.sequences[merge.sequence].query_start + merge.query + row / group;
+  finish_row(call, token, merge.kv_head * group + row % group, state, sums.data());
+}
+
+}  // namespace ascend_kv::cpu

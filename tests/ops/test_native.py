@@ -1,0 +1,105 @@
+"""Which implementation serves on a CPU: what the variable asks for, and what the library fits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascend_kv.errors import RunError, UsageError
+from ascend_kv.ops import native
+
+built = pytest.mark.skipif(
+    native.find_problem(native.LIBRARY) is not None,
+    reason="the native CPU operators are not built here",
+)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that was built for this machine, and the list of those that are loaded."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: LOADED.append(path))
+    LOADED.clear()
+    describe(tmp_path / "library.so")
+    return tmp_path / "library.so"
+
+
+LOADED: list[str] = []
+
+
+def describe(library: Path, **changes: object) -> None:
+    made_for = {"torch": torch.__version__, "cpu_features": [], **changes}
+    library.with_suffix(".json").write_text(json.dumps(made_for))
+
+
+def test_what_fits_is_loaded(library: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert native.load_cpu_operators(library) and [str(library)] == LOADED
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"torch": "1.0.0"}, f"built with torch 1.0.0, and this is {torch.__version__}"),
+        ({"cpu_features": ["of_tomorrow"]}, "need of_tomorrow, which this CPU lacks"),
+        (None, "no native CPU operators were built"),
+    ],
+)
+def test_what_does_not_fit_is_not_loaded_and_said(
+    library: Path,
+    change: dict[str, object] | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if change is None:
+        library.with_suffix(".json").unlink()
+    else:
+        describe(library, **change)
+    with caplog.at_level(logging.WARNING):
+        assert not native.load_cpu_operators(library)
+    (record,) = caplog.records
+    assert told in record.message and "pip install -e ." in record.message
+    monkeypatch.setenv(native.VARIABLE, "native")
+    with pytest.raises(RunError, match="ASCEND_KV_OPERATORS=native, but"):
+        native.load_cpu_operators(library)
+    assert LOADED == []
+
+
+def test_the_reference_may_be_asked_for(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, "reference")
+    assert not native.load_cpu_operators(library) and LOADED == []
+
+
+def test_an_unknown_choice_is_refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, "fast")
+    with pytest.raises(UsageError, match="auto, native, reference"):
+        native.load_cpu_operators(library)
+
+
+def test_a_machine_that_tells_nothing_has_no_features(
+    library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "_CPUINFO", tmp_path / "none")
+    assert native.find_problem(library) is None
+    describe(library, cpu_features=["avx2"])
+    assert native.find_problem(library) is not None
+
+
+@built
+@pytest.mark.parametrize("wanted", native.CHOICES)
+def test_the_variable_decides_who_serves(wanted: str) -> None:
+    script = "from ascend_kv.ops import platform; print(platform.implementations('cpu'))"
+    environment = os.environ | {native.VARIABLE: wanted}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    expected = "reference" if wanted == "reference" else "native"
+    assert f"'paged_attention': '{expected}'" in done.stdout
