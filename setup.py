@@ -1,7 +1,8 @@
 """Build script; what is said about the package is in ``pyproject.toml``.
 
-Here is only what has to be compiled: the CPU operators, where torch and a C++ compiler are found.
-Without them everything works all the same, on the Python references.
+Here is only what has to be compiled: the CPU operators, where torch and a C++ compiler are found,
+and, where CANN's environment is loaded, the NPU kernels (``tools/build_npu.py``). Without them
+everything works all the same, on the Python references.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+
+from build_npu import add_npu_kernels
 
 ROOT = Path(__file__).resolve().parent
 
@@ -117,4 +122,4 @@ def cpu_operators() -> dict[str, Any]:
     return {"ext_modules": [extension], "cmdclass": {"build_ext": command}}
 
 
-setup(**cpu_operators())
+setup(**add_npu_kernels(cpu_operators()))

@@ -242,11 +242,13 @@ def test_environment_of_somebody_else_is_left_alone(checkout: Checkout) -> None:
 def test_torch_npu_is_installed_only_with_cann(checkout: Checkout) -> None:
     done = checkout.run(RECIPE, ASCEND_HOME_PATH=str(checkout.elsewhere))
     assert checkout.installs[-1].endswith(" -e .[npu]")
+    assert any(" torch_npu" in install for install in checkout.installs[:-1])  # to build with
     assert "AUTOLOAD" not in done.stderr
     checkout.run(TESTS, ASCEND_HOME_PATH=str(checkout.elsewhere))
     assert checkout.installs[-1].endswith(" -e .[dev,npu]")
     done = checkout.run(RECIPE, ASCEND_HOME_PATH="/no/such/place")
     assert checkout.installs[-1].endswith(" -e .")
+    assert "ASCEND_HOME_PATH=/no/such/place is no folder" in done.stderr
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
 
 

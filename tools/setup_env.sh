@@ -31,6 +31,9 @@ has_cann() { [[ -n ${ASCEND_HOME_PATH:-} && -d ${ASCEND_HOME_PATH} ]]; }
 fingerprint() {
   {
     cat "$ROOT/pyproject.toml" "$ROOT/setup.py" "$CONSTRAINTS"
+    if has_cann; then  # the kernels are built with the package
+      cat "$ROOT"/tools/build_npu.py "$ROOT"/op_kernels/*.* "$ROOT"/op_kernels/*/*.*
+    fi
     printf '%s\n' "$ROOT" "$1" "${TORCH_INDEX_URL:-}"
     find "$ROOT/op_kernels" \( -name '*_cpu.cpp' -o -name 'cpu_*.h' \) -print0 2>/dev/null |
       sort -z | xargs -0 -r cat
@@ -114,6 +117,9 @@ setup_env() {
 
   if has_cann; then
     extras=${extras:+$extras,}npu
+  elif [[ -n ${ASCEND_HOME_PATH:-} ]]; then
+    say "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is no folder. Going on with the CPU."
+    unset ASCEND_HOME_PATH
   elif [[ -d /usr/local/Ascend ]]; then
     say "CANN lies in /usr/local/Ascend but its environment is not loaded: to use the NPU, source its"
     say "set_env.sh and start again. Going on with the CPU."
@@ -126,6 +132,11 @@ setup_env() {
     say "[2/4] pip and setuptools, in the versions of tools/constraints.txt"
     pip_install -c "$CONSTRAINTS" pip setuptools
     install_torch
+    if has_cann; then
+      # What the NPU kernels are built with, while the package is installed.
+      pip_install --no-deps -c "$CONSTRAINTS" torch_npu
+      command -v cmake >/dev/null || pip_install cmake
+    fi
     say "[4/4] ascend_kv${extras:+ with [$extras]} and what it needs"
     (cd "$ROOT" && pip_install --no-build-isolation -c "$CONSTRAINTS" -e ".${extras:+[$extras]}")
     printf '%s\n' "$wanted" >"$stamp"

@@ -1,6 +1,6 @@
 """The operators, one file each; importing this registers them as ``torch.ops.ascend_kv.*``.
 
-On a CPU compiled operators serve where they were built (``native``), else the references.
+Compiled operators serve where they were built (``native``, ``platform``), else the references.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ascend_kv.ops.kv_cache_store import kv_cache_store
 from ascend_kv.ops.merge_attention import merge_attention
 from ascend_kv.ops.native import load_cpu_operators
 from ascend_kv.ops.paged_attention import paged_attention
+from ascend_kv.ops.platform import register_npu_operators
 from ascend_kv.ops.select_topk import select_topk
 
 __all__ = [
@@ -33,3 +34,4 @@ __all__ = [
 ]
 
 load_cpu_operators()
+register_npu_operators()

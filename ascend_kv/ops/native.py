@@ -1,7 +1,8 @@
 """Finds and loads the CPU operators compiled from ``op_kernels``, which then serve on a CPU.
 
-``ASCEND_KV_OPERATORS`` says what is wanted: ``auto`` (compiled operators where there are any, the
-default), ``native`` (an error where there are none) or ``reference`` (the Python references).
+``ASCEND_KV_OPERATORS`` says what is wanted, here and on an NPU (``platform``): ``auto`` (compiled
+operators where there are any, the default), ``native`` (an error where there are none) or
+``reference`` (the Python references).
 
 Beside the library lies what it was compiled for. A library that was compiled for a CPU that has
 more than this one, or against another torch, is not loaded: it could end the process.

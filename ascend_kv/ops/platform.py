@@ -23,11 +23,17 @@ from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import attend, routes_taken
-from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, has_kernel
+from ascend_kv.ops.native import VARIABLE
+from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
+_NPU_LIBRARY = "ascend_kv.ops._npu"  # built by setup.py; a library, not a module
+_NOT_BUILT = (
+    "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
+    "pip install --no-build-isolation -e .)"
+)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 # A library that is collected takes its kernels along.
@@ -44,6 +50,8 @@ def find_device() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
     if _torch_npu().npu.is_available():
+        if _operators_wanted() != "reference" and not has_kernel("kv_cache_store", "npu"):
+            _say_once(f"{_NOT_BUILT}: references serve their operators on the NPU")
         return "npu"
     _say_once("torch_npu is installed but finds no NPU: using the CPU")
     return "cpu"
@@ -87,18 +95,65 @@ def total_memory_bytes(device: str) -> int:
 
 
 def implementations(device: str | None = None) -> dict[str, str]:
-    """For each operator what serves it on ``device``: ``native`` code or the ``reference``."""
+    """For each operator what serves it on ``device``: ``native`` code or the ``reference``.
+
+    Where native code handed calls to the reference, the reasons follow:
+    ``native; reference for scales by group of channels (12 calls)``.
+    """
     where = find_device() if device is None else device
-    return {name: "native" if has_kernel(name, where) else "reference" for name in ops.__all__}
+    return {name: _implementation(name, where) for name in ops.__all__}
+
+
+def _implementation(name: str, device: str) -> str:
+    if not has_kernel(name, device):
+        return "reference"
+    reasons = [f"{reason} ({count} calls)" for reason, count in handed_over(name, device).items()]
+    return f"native; reference for {', '.join(reasons)}" if reasons else "native"
 
 
 def register_npu_operators() -> bool:
-    """Let CANN's fused attention serve ``paged_attention`` on the NPU; whether it does so now.
+    """Let the Ascend C kernels and CANN's fused attention serve the NPU, where torch_npu is loaded.
 
-    Does something once, and only where torch_npu is loaded and has the functions. It is called
-    when the operators are imported, and when torch_npu is loaded after them.
+    It is called when the operators are imported, and when torch_npu is loaded after them; each
+    part happens once. Without torch_npu nothing happens.
+
+    Returns:
+        Whether fused attention serves ``paged_attention``; ``implementations`` tells of the rest.
+
+    Raises:
+        RunError: the library of kernels does not load, or ``ASCEND_KV_OPERATORS=native`` asks for
+            kernels and there are none.
     """
     library = sys.modules.get("torch_npu")
+    if library is None:
+        return False
+    _load_kernels()
+    return _register_attention(library)
+
+
+def _operators_wanted() -> str:
+    return os.environ.get(VARIABLE) or "auto"
+
+
+def _load_kernels() -> None:
+    wanted = _operators_wanted()
+    if wanted == "reference" or has_kernel("kv_cache_store", "npu"):
+        return
+    found = importlib.util.find_spec(_NPU_LIBRARY)
+    if found is None or found.origin is None:
+        if wanted == "native":
+            raise RunError(f"{VARIABLE}=native, but {_NOT_BUILT}")
+        return
+    try:
+        torch.ops.load_library(found.origin)
+    except OSError as error:
+        raise RunError(
+            f"the NPU kernels in {found.origin} do not load ({error.__cause__ or error}). Source "
+            "the set_env.sh of the CANN that they were built with, or install ascend_kv again"
+        ) from error
+
+
+def _register_attention(library: ModuleType) -> bool:
     if not all(hasattr(library, name) for name in (FUNCTION, FUNCTION_V2)):
         return False
     if has_kernel("paged_attention", "npu"):

@@ -6,11 +6,14 @@ the kernel. The C++ side only adds implementations (``TORCH_LIBRARY_IMPL``): the
 once, in Python. The operators are for inference: no gradient flows through them.
 
 Under the same name in ``ascend_kv_reference`` the reference stays callable whatever serves the
-operator: a kernel hands over what it does not serve, and tests compare.
+operator: a kernel hands over what it does not serve, and tests compare. A kernel that does so
+calls ``ascend_kv_reference::handed_over`` first, which tells the reason once and counts it.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +23,12 @@ NAMESPACE = "ascend_kv"
 REFERENCE_NAMESPACE = "ascend_kv_reference"
 DISPATCH_KEYS = {"cpu": "CPU", "npu": "PrivateUse1"}
 
+logger = logging.getLogger(__name__)
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 _references = torch.library.Library(REFERENCE_NAMESPACE, "DEF")
+# (operator, device, reason) -> calls that a kernel handed over to the reference
+_handed_over: Counter[tuple[str, str, str]] = Counter()
 
 
 def register(
@@ -48,3 +55,19 @@ def has_kernel(name: str, device: str) -> bool:
     key = DISPATCH_KEYS[device]
     has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
     return has
+
+
+def handed_over(name: str, device: str) -> dict[str, int]:
+    """Why kernels of an operator handed calls over to the reference, and how often."""
+    counted = _handed_over.items()
+    return {reason: n for (*key, reason), n in counted if key == [name, device]}
+
+
+def _note(name: str, device: str, reason: str) -> None:
+    if not _handed_over[name, device, reason]:
+        logger.warning("%s: the reference serves, no kernel on %s does: %s", name, device, reason)
+    _handed_over[name, device, reason] += 1
+
+
+_references.define("handed_over(str name, str device, str reason) -> ()")
+_references.impl("handed_over", _note, "CompositeExplicitAutograd")

@@ -1,5 +1,9 @@
 // What a tiling must know about the device, and the element types by number.
 // Plain C++, shared by host and kernels.
+//
+// A tiling struct has plain fields only, and a kernel's entry names it without its namespace: CANN
+// writes what launches a kernel by copying `struct Name {...}` from the source to where nothing
+// else of it is known. So each is made known outside the namespace too.
 #pragma once
 #include "split.h"
 

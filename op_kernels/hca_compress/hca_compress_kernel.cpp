@@ -44,7 +44,7 @@ __aicore__ inline void PoolParts(TPipe &pipe, const CompressTensors &tensors, GM
     rows.SetGlobalBuffer(reinterpret_cast<__gm__ float *>(workspace));
     pool.Init(pipe, tensors, t);
     pipe.InitBuffer(out, BUFFERS, t.tile_windows * t.stride * sizeof(float));
-    Range range = CoreRange(t.windows * t.Parts(), t.cores, GetBlockIdx(), 1);
+    Range range = CoreRange(t.windows * Parts(t), t.cores, GetBlockIdx(), 1);
     while (range.begin < range.end) {
         int64_t part = range.begin / t.windows;
         int64_t first = range.begin % t.windows;
@@ -114,7 +114,7 @@ __aicore__ inline void RunCompress(const CompressTensors &tensors, GM_ADDR entri
 extern "C" __global__ __aicore__ void hca_compress(
     GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
     GM_ADDR previous_gate, GM_ADDR norm_weight, GM_ADDR rotary_table, GM_ADDR entries,
-    ascend_kv::HcaCompressTiling tiling)
+    HcaCompressTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();
@@ -131,7 +131,7 @@ extern "C" __global__ __aicore__ void hca_compress(
 
 extern "C" __global__ __aicore__ void hca_compress_pool(
     GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
-    GM_ADDR previous_gate, GM_ADDR workspace, ascend_kv::HcaCompressTiling tiling)
+    GM_ADDR previous_gate, GM_ADDR workspace, HcaCompressTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();
@@ -149,7 +149,7 @@ extern "C" __global__ __aicore__ void hca_compress_pool(
 
 extern "C" __global__ __aicore__ void hca_compress_finish(
     GM_ADDR workspace, GM_ADDR sequences, GM_ADDR norm_weight, GM_ADDR rotary_table,
-    GM_ADDR entries, ascend_kv::HcaCompressTiling tiling)
+    GM_ADDR entries, HcaCompressTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();

@@ -33,10 +33,17 @@ struct HcaCompressTiling {
     float norm_factor;      // 1 / D
     int64_t workspace_bytes;
     int64_t ub_bytes;       // what the kernels allocate at most
-
-    __aicore__ inline int64_t Parts() const { return DivUp<int64_t>(dim, chunk); }
-    __aicore__ inline int64_t Channels() const { return overlap != 0 ? 2 * dim : dim; }
 };
+
+__aicore__ inline int64_t Parts(const HcaCompressTiling &t)
+{
+    return DivUp<int64_t>(t.dim, t.chunk);
+}
+
+__aicore__ inline int64_t Channels(const HcaCompressTiling &t)
+{
+    return t.overlap != 0 ? 2 * t.dim : t.dim;
+}
 
 #ifndef ASCEND_KV_ON_DEVICE
 
@@ -153,7 +160,7 @@ inline HcaCompressTiling TileHcaCompress(const CompressSizes &s, const DeviceLim
         t.tile_windows = t.finish_rows;
         t.tile_rows = static_cast<int32_t>(t.finish_rows * s.ratio);
     }
-    t.cores = static_cast<int32_t>(Smaller(cores, s.windows * t.Parts()));
+    t.cores = static_cast<int32_t>(Smaller(cores, s.windows * Parts(t)));
     t.finish_cores = static_cast<int32_t>(Smaller(cores, s.windows));
     t.workspace_bytes = t.split != 0 ? s.windows * s.dim * 4 : 0;
     int64_t pool = PoolBytes(s, chunk, t.tile_rows, t.tile_windows, t.bias_stays != 0) + finish;
@@ -164,3 +171,5 @@ inline HcaCompressTiling TileHcaCompress(const CompressSizes &s, const DeviceLim
 #endif  // ASCEND_KV_ON_DEVICE
 
 }  // namespace ascend_kv
+
+using ascend_kv::HcaCompressTiling;  // see common/limits.h

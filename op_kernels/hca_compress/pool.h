@@ -95,14 +95,14 @@ public:
         VectorDone();
         if (t_->overlap != 0) {
             if (!run.first) {
-                Stream(kv_, gate_, run.token - t_->ratio, t_->Channels(), channel_, 0, windows);
+                Stream(kv_, gate_, run.token - t_->ratio, Channels(*t_), channel_, 0, windows);
             } else if (run.window > 0) {
                 Stream(previous_kv_, previous_gate_, run.sequence * t_->ratio, t_->dim, channel_,
                        0, windows);
             }
         }
         uint32_t own = t_->overlap;
-        Stream(kv_, gate_, run.token, t_->Channels(), own * t_->dim + channel_, own, windows);
+        Stream(kv_, gate_, run.token, Channels(*t_), own * t_->dim + channel_, own, windows);
         for (uint32_t window = 0; window < windows; ++window) {
             uint32_t at = window * t_->stride;
             ApplyTile<DivOp>(pooled[window * stride], sum_[at], denominator_[at],
@@ -176,7 +176,7 @@ private:
     __aicore__ inline void LoadBias(const LocalTensor<float> &dst, uint32_t half, uint32_t row,
                                     uint32_t rows)
     {
-        int64_t width = t_->Channels();
+        int64_t width = Channels(*t_);
         int64_t at = row * width + half * t_->dim + channel_;
         LoadRows(dst, bias_[at], Rows(rows), (width - channels_) * sizeof(float));
     }

@@ -27,7 +27,7 @@ public:
         Range range = CoreRange(t_.entries * t_.parts, t_.cores, GetBlockIdx(), 1);
         for (int64_t item = range.begin; item < range.end; ++item) {
             int64_t part = item % t_.parts;
-            Spread(item / t_.parts, t_.PartStart(part), t_.PartStart(part + 1));
+            Spread(item / t_.parts, PartStart(t_, part), PartStart(t_, part + 1));
         }
     }
 
@@ -68,7 +68,7 @@ private:
 }  // namespace ascend_kv
 
 extern "C" __global__ __aicore__ void hca_decompress(GM_ADDR entries, GM_ADDR rows,
-                                                     ascend_kv::HcaDecompressTiling tiling)
+                                                     HcaDecompressTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     AscendC::TPipe pipe;

@@ -15,10 +15,13 @@ struct HcaDecompressTiling {
     int64_t dim;
     int64_t ratio;
     int64_t ub_bytes;
-
-    // The first copy of part `number`; the last part ends where the next would start.
-    __aicore__ inline int64_t PartStart(int64_t number) const { return number * ratio / parts; }
 };
+
+// The first copy of part `number`; the last part ends where the next would start.
+__aicore__ inline int64_t PartStart(const HcaDecompressTiling &t, int64_t number)
+{
+    return number * t.ratio / t.parts;
+}
 
 #ifndef ASCEND_KV_ON_DEVICE
 
@@ -52,3 +55,5 @@ inline HcaDecompressTiling TileHcaDecompress(int64_t entries, int64_t dim, int64
 #endif  // ASCEND_KV_ON_DEVICE
 
 }  // namespace ascend_kv
+
+using ascend_kv::HcaDecompressTiling;  // see common/limits.h

@@ -166,7 +166,7 @@ __aicore__ inline void RunDequantize(GM_ADDR codes, GM_ADDR scale, GM_ADDR zero_
 
 extern "C" __global__ __aicore__ void kv_cache_dequantize(
     GM_ADDR codes, GM_ADDR scale, GM_ADDR zero_point, GM_ADDR values,
-    ascend_kv::KvCacheDequantizeTiling tiling)
+    KvCacheQuantizeTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();

@@ -203,7 +203,7 @@ extern "C" __global__ __aicore__ void kv_cache_load(
     GM_ADDR key_cache, GM_ADDR value_cache, GM_ADDR block_tables, GM_ADDR lengths,
     GM_ADDR key_scale, GM_ADDR value_scale, GM_ADDR key_zero_point, GM_ADDR value_zero_point,
     GM_ADDR key_offset, GM_ADDR rotary_table, GM_ADDR key_positions, GM_ADDR key, GM_ADDR value,
-    ascend_kv::KvCacheLoadTiling tiling)
+    KvCacheLoadTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();

@@ -47,18 +47,26 @@ struct KvCacheLoadTiling {
     int64_t length;         // P, the longest sequence
     int64_t zeros;          // elements of the result in the buffer of zeros
     int64_t ub_bytes;       // what the kernel allocates
-
-    __aicore__ inline int64_t Parts() const { return DivUp<int64_t>(heads, tile_heads); }
-    __aicore__ inline int64_t Blocks() const { return DivUp(length, block_size); }
-    // Where tile `number` of a block starts in it; the last ends where the next would start.
-    __aicore__ inline int64_t TileStart(int64_t number) const
-    {
-        int64_t tokens = Smaller(block_size, length);
-        return number == tiles_a_block
-                   ? tokens
-                   : RoundDown<int64_t>(number * tokens / tiles_a_block, alignment);
-    }
 };
+
+__aicore__ inline int64_t Parts(const KvCacheLoadTiling &t)
+{
+    return DivUp<int64_t>(t.heads, t.tile_heads);
+}
+
+__aicore__ inline int64_t Blocks(const KvCacheLoadTiling &t)
+{
+    return DivUp(t.length, t.block_size);
+}
+
+// Where tile `number` of a block starts in it; the last ends where the next would start.
+__aicore__ inline int64_t TileStart(const KvCacheLoadTiling &t, int64_t number)
+{
+    int64_t tokens = Smaller(t.block_size, t.length);
+    return number == t.tiles_a_block
+               ? tokens
+               : RoundDown<int64_t>(number * tokens / t.tiles_a_block, t.alignment);
+}
 
 #ifndef ASCEND_KV_ON_DEVICE
 
@@ -145,7 +153,7 @@ inline KvCacheLoadTiling TileKvCacheLoad(const LoadSizes &s, const DeviceLimits 
     });
     t.tile_heads = static_cast<int32_t>(DivUp(s.heads, DivUp(s.heads, heads)));
     int64_t cores = Smaller(limits.cores, MAX_CORES);
-    int64_t blocks = s.sides * t.Parts() * s.batch * t.Blocks();
+    int64_t blocks = s.sides * Parts(t) * s.batch * Blocks(t);
     t.tiles_a_block =
         static_cast<int32_t>(EvenTiles(blocks, most_tokens, cores, fit, 4));
     int64_t tile = DivUp<int64_t>(most_tokens, t.tiles_a_block);
@@ -162,3 +170,5 @@ inline KvCacheLoadTiling TileKvCacheLoad(const LoadSizes &s, const DeviceLimits 
 #endif  // ASCEND_KV_ON_DEVICE
 
 }  // namespace ascend_kv
+
+using ascend_kv::KvCacheLoadTiling;  // see common/limits.h

@@ -39,7 +39,7 @@ public:
     __aicore__ inline LoadPlaces(const KvCacheLoadTiling &tiling, const LoadTensors &tensors)
         : t_(tiling), number_(GetBlockIdx())
     {
-        total_ = t_.sides * t_.Parts() * t_.batch * t_.Blocks() * t_.tiles_a_block;
+        total_ = t_.sides * Parts(t_) * t_.batch * Blocks(t_) * t_.tiles_a_block;
         lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t *>(tensors.lengths));
         tables32_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t *>(tensors.block_tables));
         tables64_.SetGlobalBuffer(reinterpret_cast<__gm__ int64_t *>(tensors.block_tables));
@@ -54,16 +54,16 @@ public:
         number_ += t_.cores;
         int64_t tile = rest % t_.tiles_a_block;
         rest /= t_.tiles_a_block;
-        int64_t index = rest % t_.Blocks();
-        rest /= t_.Blocks();
+        int64_t index = rest % Blocks(t_);
+        rest /= Blocks(t_);
         p.sequence = rest % t_.batch;
         rest /= t_.batch;
-        p.first_head = rest % t_.Parts() * t_.tile_heads;
+        p.first_head = rest % Parts(t_) * t_.tile_heads;
         p.heads = Smaller<int64_t>(t_.tile_heads, t_.heads - p.first_head);
-        p.side = static_cast<int32_t>(rest / t_.Parts());
-        p.in_block = t_.TileStart(tile);
+        p.side = static_cast<int32_t>(rest / Parts(t_));
+        p.in_block = TileStart(t_, tile);
         p.token = index * t_.block_size + p.in_block;
-        int64_t tokens = t_.TileStart(tile + 1) - p.in_block;
+        int64_t tokens = TileStart(t_, tile + 1) - p.in_block;
         tokens = Larger<int64_t>(Smaller(tokens, t_.length - p.token), 0);
         int64_t length = lengths_.GetValue(p.sequence);
         p.valid = Larger<int64_t>(Smaller(tokens, length - p.token), 0);

@@ -45,7 +45,7 @@ __aicore__ inline void RunReduce(GM_ADDR x, GM_ADDR workspace, const KvCacheQuan
 // scale, zero_point: written by one dynamic pass, else read.
 extern "C" __global__ __aicore__ void kv_cache_quantize(GM_ADDR x, GM_ADDR codes, GM_ADDR scale,
                                                         GM_ADDR zero_point,
-                                                        ascend_kv::KvCacheQuantizeTiling tiling)
+                                                        KvCacheQuantizeTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();
@@ -60,7 +60,7 @@ extern "C" __global__ __aicore__ void kv_cache_quantize(GM_ADDR x, GM_ADDR codes
 }
 
 extern "C" __global__ __aicore__ void kv_cache_quantize_reduce(
-    GM_ADDR x, GM_ADDR workspace, ascend_kv::KvCacheQuantizeTiling tiling)
+    GM_ADDR x, GM_ADDR workspace, KvCacheQuantizeTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();
@@ -74,7 +74,7 @@ extern "C" __global__ __aicore__ void kv_cache_quantize_reduce(
 }
 
 extern "C" __global__ __aicore__ void kv_cache_quantize_scales(
-    GM_ADDR workspace, GM_ADDR scale, GM_ADDR zero_point, ascend_kv::KvCacheQuantizeTiling tiling)
+    GM_ADDR workspace, GM_ADDR scale, GM_ADDR zero_point, KvCacheQuantizeTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();

@@ -216,3 +216,5 @@ inline KvCacheQuantizeTiling TileKvCacheQuantize(const QuantizeSizes &s, const D
 #endif  // ASCEND_KV_ON_DEVICE
 
 }  // namespace ascend_kv
+
+using ascend_kv::KvCacheQuantizeTiling;  // see common/limits.h

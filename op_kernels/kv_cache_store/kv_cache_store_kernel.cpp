@@ -32,7 +32,7 @@ __aicore__ inline void RunStore(const StoreTensors &tensors, const KvCacheStoreT
 extern "C" __global__ __aicore__ void kv_cache_store(
     GM_ADDR key, GM_ADDR value, GM_ADDR key_cache, GM_ADDR value_cache, GM_ADDR slot_mapping,
     GM_ADDR key_scale, GM_ADDR value_scale, GM_ADDR key_zero_point, GM_ADDR value_zero_point,
-    GM_ADDR key_positions, GM_ADDR positions, ascend_kv::KvCacheStoreTiling tiling)
+    GM_ADDR key_positions, GM_ADDR positions, KvCacheStoreTiling tiling)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     ascend_kv::KeepInfinityAndNan();

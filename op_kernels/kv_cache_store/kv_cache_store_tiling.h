@@ -127,3 +127,5 @@ inline KvCacheStoreTiling TileKvCacheStore(const StoreSizes &s, const DeviceLimi
 #endif  // ASCEND_KV_ON_DEVICE
 
 }  // namespace ascend_kv
+
+using ascend_kv::KvCacheStoreTiling;  // see common/limits.h

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ascend_kv import ops
 from ascend_kv.devices import get_device
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.ops import native, platform
+from ascend_kv.ops import native, platform, registration
 
 KERNELS = Path(__file__).resolve().parents[2] / "op_kernels"
 NATIVE = [path.stem.removesuffix("_cpu") for path in KERNELS.glob("*/*_cpu.cpp")]
@@ -141,3 +143,99 @@ def test_every_operator_has_an_implementation() -> None:
     expected |= dict.fromkeys(NATIVE if built else (), "native")
     assert platform.implementations("cpu") == expected
     assert platform.implementations() == platform.implementations(platform.find_device())
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for a library of NPU kernels, there or not; returns what is loaded."""
+    loaded: list[str] = []
+    find_spec = importlib.util.find_spec
+
+    def make(origin: str | None) -> list[str]:
+        def find(name: str, *others: Any) -> Any:
+            if name == "ascend_kv.ops._npu":
+                return origin and SimpleNamespace(origin=origin)
+            return find_spec(name, *others)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+        monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+        return loaded
+
+    monkeypatch.delenv("ASCEND_KV_OPERATORS", raising=False)
+    return make
+
+
+def test_kernels_are_loaded_where_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, built: Any
+) -> None:
+    loaded = built("/built/_npu.so")
+    platform.register_npu_operators()
+    assert loaded == []  # no torch_npu here
+    fake_npu(monkeypatch, is_available=lambda: True)
+    assert not platform.register_npu_operators()  # it has no fused attention
+    assert loaded == ["/built/_npu.so"]
+    monkeypatch.setenv("ASCEND_KV_OPERATORS", "reference")
+    platform.register_npu_operators()
+    assert len(loaded) == 1
+
+
+def test_kernels_that_do_not_load_are_not_ignored(
+    monkeypatch: pytest.MonkeyPatch, built: Any
+) -> None:
+    built("/built/_npu.so")
+    fake_npu(monkeypatch)
+
+    def fail(path: str) -> None:
+        raise OSError(path) from OSError("libascendcl.so: no such file")
+
+    monkeypatch.setattr(torch.ops, "load_library", fail)
+    with pytest.raises(RunError, match=r"/built/_npu.so do not load \(libascendcl.so"):
+        platform.register_npu_operators()
+
+
+def test_kernels_asked_for_by_name_and_not_built(
+    monkeypatch: pytest.MonkeyPatch, built: Any
+) -> None:
+    loaded = built(None)
+    monkeypatch.setenv("ASCEND_KV_OPERATORS", "native")
+    platform.register_npu_operators()  # says nothing without torch_npu
+    fake_npu(monkeypatch)
+    with pytest.raises(RunError, match="ASCEND_KV_OPERATORS=native, but .* not built .*pip inst"):
+        platform.register_npu_operators()
+    assert loaded == []
+
+
+def test_missing_kernels_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, built: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    built(None)
+    fake_npu(monkeypatch, is_available=lambda: True)
+    platform._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert platform.find_device() == platform.find_device() == "npu"
+    assert len(caplog.records) == 1
+    assert "kernels are not built" in caplog.text and "references serve" in caplog.text
+    platform._say_once.cache_clear()
+    caplog.clear()
+    monkeypatch.setenv("ASCEND_KV_OPERATORS", "reference")
+    assert platform.find_device() == "npu" and not caplog.records
+
+
+def test_calls_handed_over_to_the_reference_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "_handed_over", Counter())
+    monkeypatch.setattr(platform, "has_kernel", lambda name, device: name == "kv_cache_load")
+    tell = torch.ops.ascend_kv_reference.handed_over
+    assert platform.implementations("npu")["kv_cache_load"] == "native"
+    with caplog.at_level(logging.WARNING):
+        for reason in ("odd sizes", "odd sizes", "no scales"):
+            tell("kv_cache_load", "npu", reason)
+    assert [record.message for record in caplog.records] == [
+        f"kv_cache_load: the reference serves, no kernel on npu does: {reason}"
+        for reason in ("odd sizes", "no scales")
+    ]
+    told = platform.implementations("npu")
+    assert told["kv_cache_load"] == "native; reference for odd sizes (2 calls), no scales (1 calls)"
+    assert told["kv_cache_store"] == "reference"
+    assert platform.implementations("cpu")["kv_cache_load"] == "native"
