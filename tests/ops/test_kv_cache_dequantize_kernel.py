@@ -8,19 +8,16 @@ import pytest
 import torch
 from kernel_harness import (
     HALF_TYPES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
-    poisoned,
+    operators,
     same,
     sectors,
     twin,
-    usable_ub,
 )
-from quantize_kernel import GRANULARITIES, random_shape, scale_shape, tile
+from quantize_kernel import GRANULARITIES, random_shape, scale_shape
 
 from ascend_kv.formats import INT8
 from ascend_kv.formats.base import Encoded
@@ -39,21 +36,13 @@ def dequantize(
     ub_bytes: int = UB_BYTES,
     seed: int = 0,
 ) -> tuple[torch.Tensor, twin.Result | None]:
-    values = poisoned(tuple(codes.shape), dtype)
-    t = tile(
-        tuple(codes.shape), dtype, granularity, zero_point is None, False, group_size, cores,
-        ub_bytes, operator="kv_cache_dequantize",
+    values, run = operators.kv_cache_dequantize(
+        codes, scale, zero_point, group_size, dtype,
+        granularity=granularity, limits=Limits(cores, ub_bytes, seed),
     )  # fmt: skip
-    if not t.cores:
-        return values, None
-    zeros = None if zero_point is None else inp(zero_point)
-    arguments = (inp(codes), inp(scale), zeros, out(values), bytes(t))
-    result = kernels("kv_cache_dequantize").launch(
-        "kv_cache_dequantize", t.cores, *arguments, seed=seed
-    )
-    assert t.passes == 1 and t.ub_bytes <= usable_ub(ub_bytes)
-    assert result.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES
-    return values, result
+    check_run(run, ub_bytes)
+    assert run.tiling.passes <= 1
+    return values, run.launches[0] if run.launches else None
 
 
 def widen(scale: torch.Tensor, group_size: int) -> torch.Tensor:
