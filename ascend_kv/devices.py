@@ -17,7 +17,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast an NPU's vector cores move and compute: peaks, from documents, measured nowhere here.
+    """How fast an NPU's vector cores move and compute: peaks from documents, not measured here.
 
     Attributes:
         frequency_hz: of a vector core.

@@ -6,17 +6,19 @@ about an NPU beyond what the twin checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from ascend_kv.evaluate.selftest_cases import random_values
 from ascend_kv.evaluate.twin import load_module
 
 twin = load_module("launch")
 tilings = load_module("tilings")
 operators = load_module("operators")
+
+__all__ = ["random_values"]  # beside what is defined here
 
 Tensor = torch.Tensor
 poisoned = operators.poisoned
@@ -39,20 +41,6 @@ def check_run(run: Any, ub_bytes: int = UB_BYTES) -> None:
     assert not run.launches or 0 < run.tiling.ub_bytes <= usable_ub(ub_bytes)
     for result in run.launches:
         assert result.total["ub_high_water"] <= run.tiling.ub_bytes + SELECT_BYTES
-
-
-def random_values(generator: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Normal values, with rows of zeros, constants, denormals and extreme numbers among them."""
-    x = torch.randn(tuple(shape), generator=generator) * 3
-    rows = x.view(-1, shape[-1])
-    limits = torch.finfo(dtype)
-    special = torch.randint(0, 12, (rows.shape[0],), generator=generator)
-    rows[special == 0] = 0.0
-    rows[special == 1] = -1.7
-    rows[special == 2] *= limits.tiny / 4
-    rows[special == 3] *= limits.max / 40
-    rows[special == 4] = rows[special == 4].round()
-    return x.clamp(limits.min, limits.max).to(dtype)
 
 
 def poison_some(generator: torch.Generator, x: Tensor) -> Tensor:

@@ -60,12 +60,17 @@ def _run(options: argparse.Namespace) -> None:
     from ascend_kv.evaluate import rooflines
     from ascend_kv.evaluate.console import Log, print_table, table_console
     from ascend_kv.evaluate.kernel_workloads import MODELS
+    from ascend_kv.evaluate.twin import OPERATORS, build_kernels
+    from ascend_kv.plan.roofline import rates_of
 
     device = get_device(options.device)
+    rates_of(device)  # refuse a device without figures before anything is compiled
     sizes = {"batches": (1, 16), "tokens": 1024} if options.quick else {}
     names = [options.model] if options.model else list(MODELS)
     workloads = [workload for name in names for workload in MODELS[name](**sizes)]
     log = Log(table_console(stderr=True))
+    with log.bar("compiling for the CPU twin", len(OPERATORS), "kernels") as advance:
+        build_kernels(advance)
     with log.bar("on the CPU twin", len(workloads), "workloads") as advance:
         rows = rooflines.simulate(workloads, device, advance)
     if options.json:

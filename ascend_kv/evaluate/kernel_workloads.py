@@ -8,6 +8,7 @@ scale that is found over many rows needs its input twice, and that counts as una
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -166,28 +167,21 @@ def qwen_workloads(
     """Of one layer of Qwen2.5-7B: 4 KV heads of 128."""
     heads, dim, found = 4, 128, []
 
-    def add(name: str, operator: str, build: Callable[[], Call]) -> None:
-        found.append(Workload(QWEN, name, operator, build))
+    def add(name: str, operator: str, build: Callable[..., Call], *arguments: Any) -> None:
+        found.append(Workload(QWEN, name, operator, partial(build, *arguments)))
 
     for dtype, kind in ((torch.int8, "int8"), (torch.bfloat16, "bf16")):
         for batch in batches:
-            add(
-                f"store {kind}, decode {batch}",
-                "kv_cache_store",
-                lambda n=batch, d=dtype: store(n, heads, dim, d, prefill=False),
-            )
+            name = f"store {kind}, decode {batch}"
+            add(name, "kv_cache_store", store, batch, heads, dim, dtype, False)
         name = f"store {kind}, prefill {tokens}"
-        add(name, "kv_cache_store", lambda d=dtype: store(tokens, heads, dim, d, prefill=True))
-        name = f"load {kind}, prefix {tokens}"
-        add(name, "kv_cache_load", lambda d=dtype: load([tokens], heads, dim, d))
+        add(name, "kv_cache_store", store, tokens, heads, dim, dtype, True)
+        add(f"load {kind}, prefix {tokens}", "kv_cache_load", load, [tokens], heads, dim, dtype)
     for granularity in ("token_head", "head", "channel"):
-        add(
-            f"quantize {granularity}, {tokens}",
-            "kv_cache_quantize",
-            lambda g=granularity: quantize(tokens, heads, dim, g),
-        )
+        name = f"quantize {granularity}, {tokens}"
+        add(name, "kv_cache_quantize", quantize, tokens, heads, dim, granularity)
     name = f"dequantize token_head, {tokens}"
-    add(name, "kv_cache_dequantize", lambda: dequantize(tokens, heads, dim, "token_head"))
+    add(name, "kv_cache_dequantize", dequantize, tokens, heads, dim, "token_head")
     return found
 
 
@@ -200,26 +194,16 @@ def deepseek_workloads(
     """
     kinds = (("HCA", 128, 512, False), ("CSA", 4, 512, True), ("indexer", 4, 128, True))
     found = []
+
+    def add(name: str, operator: str, build: Callable[..., Call], *arguments: Any) -> None:
+        found.append(Workload(DEEPSEEK, name, operator, partial(build, *arguments)))
+
     for kind, ratio, dim, overlap in kinds:
         for batch in batches:
-            found.append(
-                Workload(
-                    DEEPSEEK,
-                    f"{kind}, decode {batch}",
-                    "hca_compress",
-                    lambda n=batch, r=ratio, d=dim, o=overlap: compress([r] * n, r, d, o, 7),
-                )
-            )
-        found.append(
-            Workload(
-                DEEPSEEK,
-                f"{kind}, prefill {tokens}",
-                "hca_compress",
-                lambda r=ratio, d=dim, o=overlap: compress([tokens], r, d, o),
-            )
-        )
-    name = f"HCA entries back, {tokens}"
-    found.append(Workload(DEEPSEEK, name, "hca_decompress", lambda: decompress(tokens, 128, 512)))
+            name = f"{kind}, decode {batch}"
+            add(name, "hca_compress", compress, [ratio] * batch, ratio, dim, overlap, 7)
+        add(f"{kind}, prefill {tokens}", "hca_compress", compress, [tokens], ratio, dim, overlap)
+    add(f"HCA entries back, {tokens}", "hca_decompress", decompress, tokens, 128, 512)
     return found
 
 

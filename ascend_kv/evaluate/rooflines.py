@@ -16,8 +16,8 @@ LABEL = "counters simulated by the CPU twin, times predicted: nothing here ran o
 ASSUMPTIONS = (
     "Times are what the documented peaks allow when everything overlaps; latencies, short bursts "
     "and the L2 cache are not modelled.",
-    "Traffic is over what is unavoidable: every 32-byte sector of inputs and results once, inputs "
-    "twice for quantize head and channel, whose scales span cores.",
+    "MB have to move; traffic is over them. Every 32-byte sector of inputs and results counts "
+    "once, inputs twice for quantize head and channel, whose scales span cores.",
     "HCA, CSA and its indexer read the position bias once a core; L2 would serve that, it counts.",
     "Their decode steps are those in which every sequence has just filled a window.",
     "Balance: the busiest core's time over the mean of all cores, idle ones included.",
@@ -88,16 +88,17 @@ def simulate(
 
 
 def tables(rows: Sequence[Row], device: Device) -> list[TextTable]:
-    """One table for each model."""
+    """One table for each model; what they rest on is said below the last."""
     header = (
-        "workload", "MB needed", "traffic", "balance", "UB KiB", "HBM", "MTE", "vector", "scalar",
-        "launch", "predicted us", "floor us", "bound by",
+        "workload", "MB", "traffic", "balance", "UB KiB", "HBM", "MTE", "vector", "scalar",
+        "launch", "together", "floor", "bound by",
     )  # fmt: skip
-    found = []
+    found: list[TextTable] = []
     for model in dict.fromkeys(row.workload.model for row in rows):
         cells = [_cells(row) for row in rows if row.workload.model == model]
         title = f"{model} on {device.name} (simulated counters, predicted microseconds)"
-        found.append(TextTable(title, header, cells, list(ASSUMPTIONS)))
+        found.append(TextTable(title, header, cells))
+    found[-1].notes.extend(ASSUMPTIONS)
     return found
 
 
@@ -160,7 +161,7 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
             alpha=0.8,
         )
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes that have to move")
     axes.set_ylabel("predicted microseconds")
     axes.set_title(f"Kernels on {device.name}: simulated counters, predicted time", loc="left")

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +54,25 @@ def require_twin() -> ModuleType:
     if lacking:
         raise RunError(f"the CPU twin cannot run: {lacking}")
     return load_module("operators")
+
+
+def build_kernels(advance: Callable[[int], None]) -> ModuleType:
+    """``require_twin`` with every kernel compiled, which takes a while where none was kept.
+
+    Args:
+        advance: called after each of ``OPERATORS``.
+
+    Raises:
+        RunError: as ``require_twin``, or a kernel does not compile.
+    """
+    operators, launch = require_twin(), load_module("launch")
+    for name in OPERATORS:
+        try:
+            operators.kernels(name)
+        except launch.BuildError as error:
+            raise RunError(f"compiling {name} for the CPU twin fails: {error}") from error
+        advance(1)
+    return operators
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What a kernel's counters allow at best on a device, and which of its limits that is.
 
-A launch costs its overhead and then as long as the slowest of these, each at its documented peak and
-all overlapping perfectly::
+A launch costs its overhead and then as long as the slowest of these, each at its documented peak
+and all overlapping perfectly::
 
     HBM              sectors of all cores * 32 bytes, and cache lines of scalar reads, / bandwidth
     one core's MTE   the busiest core's bytes read, or written, / what its MTE moves a cycle
