@@ -78,11 +78,11 @@ def _compare(found: Tensor, wanted: Tensor, by_rows: bool) -> Difference:
         where = tuple(int(i) for i in odd.nonzero()[0])
         pair = f"{found[where].item()} instead of {wanted[where].item()}"
         return Difference(anomaly=f"{int(odd.sum())} of {odd.numel()}, first at {where}: {pair}")
+    limits = torch.finfo(wanted.dtype)
     size = wanted.double().abs().nan_to_num(0.0, 0.0, 0.0)
     if by_rows:
         size = size.amax(-1, keepdim=True)
-    limits = torch.finfo(wanted.dtype)
+    size = size.clamp(min=limits.smallest_normal)  # below, steps no longer shrink
     step = torch.ldexp(torch.full_like(size, limits.eps), torch.frexp(size).exponent - 1)
-    step = step.clamp(min=limits.smallest_normal * limits.eps)
     error = (found.double() - wanted.double()).abs().nan_to_num(0.0, 0.0, 0.0)
     return Difference(ulps=float((error / step).max()))

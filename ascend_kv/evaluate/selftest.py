@@ -7,6 +7,7 @@ is a simulation.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from ascend_kv.evaluate.kernel_workloads import Workload, deepseek_workloads, qw
 from ascend_kv.evaluate.selftest_cases import Case, draw_cases
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.ops import platform
-from ascend_kv.ops.registration import NAMESPACE, reference_of
+from ascend_kv.ops.registration import NAMESPACE
 from ascend_kv.plan.roofline import floor_seconds
 
 Tensor = torch.Tensor
@@ -35,6 +36,7 @@ LABELS = {
     NPU: "run on this NPU",
 }
 CASES, QUICK_CASES = 40, 5
+_PLAIN = ("native", "reference")
 TWIN_DEVICE = "910B1"
 """Whose cores and peaks the rooflines on a CPU use."""
 _WARM_UP_CALLS, _TIMED_CALLS = 5, 50
@@ -77,6 +79,7 @@ class SelfTest(NamedTuple):
         implementations: what was tested.
         verdicts: of each operator on each implementation.
         not_built: operators whose kernel is not built for this NPU: their reference serves.
+        partly: operators whose kernel handed some of the calls to the reference, and which.
         speeds: on an NPU, measured.
         rooflines: on a CPU, simulated and predicted, for a ``TWIN_DEVICE``.
     """
@@ -84,6 +87,7 @@ class SelfTest(NamedTuple):
     implementations: list[str]
     verdicts: list[Verdict]
     not_built: list[str]
+    partly: dict[str, str]
     speeds: list[Speed]
     rooflines: list[rooflines.Row]
 
@@ -119,13 +123,15 @@ def run_selftest(device: str, quick: bool, log: Log) -> SelfTest:
     not_built = [name for name in twin.OPERATORS if name not in built]
     workloads = [w for w in _workloads(quick) if w.operator in built]
     speeds, rows = [], []
+    served = platform.implementations(device)
+    partly = {name: served[name] for name in twin.OPERATORS if served[name] not in _PLAIN}
     with log.bar("workloads", len(workloads), "workloads") as advance:
         if device == "npu":
             speeds = [_measure(workload, advance) for workload in workloads]
         else:
             rows = rooflines.simulate(workloads, get_device(TWIN_DEVICE), advance)
     implementations = list(dict.fromkeys(implementation for _, implementation in kernels))
-    return SelfTest(implementations, verdicts, not_built, speeds, rows)
+    return SelfTest(implementations, verdicts, not_built, partly, speeds, rows)
 
 
 def find_kernels(device: str) -> dict[tuple[str, str], Kernel]:
@@ -139,7 +145,7 @@ def find_kernels(device: str) -> dict[tuple[str, str], Kernel]:
     found: dict[tuple[str, str], Kernel] = {
         (name, native): getattr(getattr(torch.ops, NAMESPACE), name)
         for name in twin.OPERATORS
-        if served[name] == "native"
+        if served[name] != "reference"
     }
     if device == "cpu":
         operators = twin.require_twin()
@@ -159,6 +165,12 @@ def _on_twin(operators: Any, name: str) -> Kernel:
         return result
 
     return kernel
+
+
+def reference_of(operator: str) -> Kernel:
+    """The reference itself, whatever kernel serves the operator on a CPU."""
+    found: Kernel = importlib.import_module(f"ascend_kv.ops.{operator}")._reference
+    return found
 
 
 def judge(
@@ -252,6 +264,7 @@ def tables(test: SelfTest) -> list[TextTable]:
         "result's type (ulps; hca_compress: of its entry's largest channel).",
         *(f"{verdict.operator}: {text}" for verdict in test.verdicts for text in verdict.failures),
         *(f"{name}: no kernel is built here, the reference serves it" for name in test.not_built),
+        *(f"{name}: {how}" for name, how in test.partly.items()),
     ]
     header = ("kernel", "implementation", "calls", "codes", "ulps", "verdict")
     found = [TextTable(f"Kernels against their references ({labels})", header, rows, notes)]
@@ -316,6 +329,7 @@ def as_json(test: SelfTest) -> dict[str, Any]:
         "passed": not test.wrong,
         "kernels": verdicts,
         "not_built": test.not_built,
+        "partly_reference": test.partly,
         "measured": speeds,
         "simulated": simulated if test.rooflines else None,
     }
