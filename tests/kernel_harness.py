@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 poisoned = operators.poisoned
 run_tiling, core_of, core_range = tilings.run_tiling, tilings.core_of, tilings.core_range
 usable_ub = tilings.usable_ub
-Limits, ELEMENTS, GRANULARITIES = operators.Limits, operators.ELEMENTS, operators.GRANULARITIES
+Limits, GRANULARITIES = operators.Limits, operators.GRANULARITIES
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 UB_BYTES = tilings.UB_BYTES

@@ -13,7 +13,7 @@ from kernel_harness import needs_compiler
 
 from ascend_kv import cli
 from ascend_kv.errors import RunError
-from ascend_kv.evaluate import doctor, selftest, twin
+from ascend_kv.evaluate import doctor, selftest, selftest_report, twin
 from ascend_kv.evaluate.console import Log, table_console
 from ascend_kv.evaluate.doctor import ABSENT, BROKEN, OK, Finding
 from ascend_kv.evaluate.selftest_cases import Case, draw_cases
@@ -256,9 +256,9 @@ def test_on_an_npu_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for speed in test.speeds:
         assert speed.seconds > 0 and (speed.floor_seconds or 0) > 20e-6
-    report = selftest.as_json(test)
+    report = selftest_report.as_json(test)
     assert report["labels"] == ["run on this NPU"] and report["simulated"] is None
-    verdicts, speeds = selftest.tables(test)
+    verdicts, speeds = selftest_report.tables(test)
     assert "hca_decompress: no kernel is built here, the reference serves it" in verdicts.notes
     assert speeds.title == "Bandwidth (measured on this NPU; the floor is predicted)"
     monkeypatch.setattr(selftest.platform, "device_name", lambda _: "910B4")

@@ -110,14 +110,14 @@ def _selftest(
     device: str, quick: bool, log: Log
 ) -> tuple[list[TextTable], dict[str, Any], list[str]]:
     """Tables, JSON, and what is wrong."""
-    from ascend_kv.evaluate import selftest
+    from ascend_kv.evaluate import selftest, selftest_report
     from ascend_kv.ops import platform as device_platform
 
     where = device_platform.find_device() if device == "auto" else device
     device_platform.check_device(where)
     test = selftest.run_selftest(where, quick, log)
     wrong = [f"a wrong kernel: {name}" for name in test.wrong]
-    return selftest.tables(test), selftest.as_json(test), wrong
+    return selftest_report.tables(test), selftest_report.as_json(test), wrong
 
 
 def examine() -> list[Finding]:

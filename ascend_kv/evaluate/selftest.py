@@ -20,7 +20,6 @@ from ascend_kv.evaluate.compare_kernels import Difference, compare
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.kernel_workloads import Workload, deepseek_workloads, qwen_workloads
 from ascend_kv.evaluate.selftest_cases import Case, draw_cases
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.ops import platform
 from ascend_kv.ops.registration import NAMESPACE
 from ascend_kv.plan.roofline import floor_seconds
@@ -39,7 +38,7 @@ CASES, QUICK_CASES = 40, 5
 _PLAIN = ("native", "reference")
 TWIN_DEVICE = "910B1"
 """Whose cores and peaks the rooflines on a CPU use."""
-_WARM_UP_CALLS, _TIMED_CALLS = 5, 50
+WARM_UP_CALLS, TIMED_CALLS = 5, 50
 
 
 class Verdict(NamedTuple):
@@ -230,106 +229,16 @@ def _measure(workload: Workload, advance: Callable[[int], None]) -> Speed:
     args = [_moved(x, "npu") for x in call.args]
     kwargs = {name: _moved(x, "npu") for name, x in call.kwargs.items()}
     kernel = getattr(getattr(torch.ops, NAMESPACE), workload.operator)
-    for _ in range(_WARM_UP_CALLS):
+    for _ in range(WARM_UP_CALLS):
         kernel(*args, **kwargs)
     platform.synchronize("npu")
     started = time.perf_counter()
-    for _ in range(_TIMED_CALLS):
+    for _ in range(TIMED_CALLS):
         kernel(*args, **kwargs)
     platform.synchronize("npu")
-    seconds = (time.perf_counter() - started) / _TIMED_CALLS
+    seconds = (time.perf_counter() - started) / TIMED_CALLS
     advance(1)
     known = DEVICES.get(platform.device_name("npu"))
     rated = known is not None and known.rates is not None
     floor = floor_seconds(call.unavoidable_bytes, known) if known and rated else None
     return Speed(workload, call.unavoidable_bytes, seconds, floor)
-
-
-def tables(test: SelfTest) -> list[TextTable]:
-    """Verdicts, then speeds or rooflines."""
-    labels = "; ".join(LABELS[name] for name in test.implementations)
-    rows: list[tuple[str, ...]] = [
-        (
-            verdict.operator,
-            verdict.implementation,
-            str(verdict.cases),
-            str(verdict.difference.codes),
-            f"{verdict.difference.ulps:.3g}",
-            "pass" if verdict.passed else f"WRONG in {len(verdict.failures)}",
-        )
-        for verdict in test.verdicts
-    ]
-    notes = [
-        "Largest difference from the operator's reference: in codes of INT8, in steps of the "
-        "result's type (ulps; hca_compress: of its entry's largest channel).",
-        *(f"{verdict.operator}: {text}" for verdict in test.verdicts for text in verdict.failures),
-        *(f"{name}: no kernel is built here, the reference serves it" for name in test.not_built),
-        *(f"{name}: {how}" for name, how in test.partly.items()),
-    ]
-    header = ("kernel", "implementation", "calls", "codes", "ulps", "verdict")
-    found = [TextTable(f"Kernels against their references ({labels})", header, rows, notes)]
-    if test.speeds:
-        found.append(_speed_table(test.speeds))
-    if test.rooflines:
-        found += rooflines.tables(test.rooflines, get_device(TWIN_DEVICE))
-    return found
-
-
-def _speed_table(speeds: Sequence[Speed]) -> TextTable:
-    rows: list[tuple[str, ...]] = []
-    for speed in speeds:
-        floor = speed.floor_seconds
-        rows.append(
-            (
-                f"{speed.workload.model}: {speed.workload.name}",
-                f"{speed.unavoidable_bytes / 1e6:.3f}",
-                f"{speed.seconds * 1e6:.1f}",
-                f"{speed.unavoidable_bytes / speed.seconds / 1e9:.1f}",
-                "-" if floor is None else f"{floor * 1e6:.1f}",
-                "-" if floor is None else f"{floor / speed.seconds:.0%}",
-            )
-        )
-    title = "Bandwidth (measured on this NPU; the floor is predicted)"
-    header = ("workload", "MB needed", "us measured", "GB/s", "floor us", "floor / measured")
-    notes = [
-        f"Mean of {_TIMED_CALLS} calls in a row by the wall clock, the host's work included.",
-        "The floor is one launch and the needed bytes at HBM's documented peak.",
-    ]
-    return TextTable(title, header, rows, notes)
-
-
-def as_json(test: SelfTest) -> dict[str, Any]:
-    """The self-test for a machine."""
-    verdicts = [
-        {
-            "operator": verdict.operator,
-            "implementation": verdict.implementation,
-            "passed": verdict.passed,
-            "calls": verdict.cases,
-            "max_code_difference": verdict.difference.codes,
-            "max_ulps": verdict.difference.ulps,
-            "failures": verdict.failures,
-        }
-        for verdict in test.verdicts
-    ]
-    speeds = [
-        {
-            "model": speed.workload.model,
-            "workload": speed.workload.name,
-            "operator": speed.workload.operator,
-            "unavoidable_bytes": speed.unavoidable_bytes,
-            "measured_seconds": speed.seconds,
-            "predicted_floor_seconds": speed.floor_seconds,
-        }
-        for speed in test.speeds
-    ]
-    simulated = rooflines.as_json(test.rooflines, get_device(TWIN_DEVICE))
-    return {
-        "labels": [LABELS[name] for name in test.implementations],
-        "passed": not test.wrong,
-        "kernels": verdicts,
-        "not_built": test.not_built,
-        "partly_reference": test.partly,
-        "measured": speeds,
-        "simulated": simulated if test.rooflines else None,
-    }

@@ -8,31 +8,37 @@ launch. Arguments are not checked here: the operators do that.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import launch
+from .host import DEFAULT, ELEMENTS, Limits, Run, kernels, launch_all, poisoned
 from .launch import inp, out
-from .tilings import (
-    CORES,
-    KERNELS,
-    UB_BYTES,
-    CompressTiling,
-    DecompressTiling,
-    LoadTiling,
-    QuantizeTiling,
-    StoreTiling,
-    run_tiling,
-)
+from .tilings import LoadTiling, QuantizeTiling, StoreTiling, run_tiling
+from .windows import hca_compress, hca_decompress, tile_compress
+
+__all__ = [
+    "Limits",
+    "Run",
+    "hca_compress",
+    "hca_decompress",
+    "kernels",
+    "kv_cache_dequantize",
+    "kv_cache_load",
+    "kv_cache_quantize",
+    "kv_cache_store",
+    "poisoned",
+    "tile_compress",
+    "tile_load",
+    "tile_quantize",
+    "tile_store",
+]
 
 Tensor = torch.Tensor
 Pair = tuple[Any, Any]
 
-ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.int8: 3}
 GRANULARITIES = ("layer", "head", "token", "token_head", "channel", "group")
 GROUP_DIMS = {
     "layer": (1, 2, 3),
@@ -43,36 +49,6 @@ GROUP_DIMS = {
 }
 MODES = ("copy", "convert", "token_head", "token", "static")
 OFFSETS = ("none", "in_order", "at_positions")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a tiling is made for, and the seed of the run (order of the cores)."""
-
-    cores: int = CORES
-    ub_bytes: int = UB_BYTES
-    seed: int = 0
-
-
-class Run(NamedTuple):
-    """How an operator was cut, and what each of its launches counted; none for nothing to do."""
-
-    tiling: Any
-    launches: list[launch.Result]
-
-
-DEFAULT = Limits()
-
-
-@functools.cache
-def kernels(operator: str) -> launch.Library:
-    """The kernels of one operator, on the twin."""
-    return launch.build(KERNELS / operator / f"{operator}_kernel.cpp")
-
-
-def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory that a kernel has to fill: NaN, or a pattern where the type has none."""
-    return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else 85, dtype=dtype)
 
 
 def scale_shape(shape: Sequence[int], granularity: str, group_size: int) -> tuple[int, ...]:
@@ -127,7 +103,9 @@ def kv_cache_quantize(
         calls.append(("kv_cache_quantize_scales", inp(work), *places))
     if t.cores:
         calls.append(("kv_cache_quantize", inp(x), out(codes), *places))
-    run = _launch("kv_cache_quantize", t, [(name, t.cores, *rest) for name, *rest in calls], limits)
+    run = launch_all(
+        "kv_cache_quantize", t, [(name, t.cores, *rest) for name, *rest in calls], limits
+    )
     return (codes, scales, scales.new_empty(0) if zeros is None else zeros), run
 
 
@@ -154,7 +132,7 @@ def kv_cache_dequantize(
     )  # fmt: skip
     places = inp(codes.contiguous()), inp(scale.contiguous()), None if zeros is None else inp(zeros)
     calls = [("kv_cache_dequantize", t.cores, *places, out(values))] if t.cores else []
-    return values, _launch("kv_cache_dequantize", t, calls, limits)
+    return values, launch_all("kv_cache_dequantize", t, calls, limits)
 
 
 def tile_store(
@@ -211,7 +189,7 @@ def kv_cache_store(
         inp(slot_mapping), *scales, *zeros, *_sides((key_positions, None), out)[:1],
         *_sides((positions, None), inp)[:1],
     )  # fmt: skip
-    return None, _launch("kv_cache_store", t, [call] if t.cores else [], limits)
+    return None, launch_all("kv_cache_store", t, [call] if t.cores else [], limits)
 
 
 def tile_load(
@@ -282,91 +260,7 @@ def kv_cache_load(
         *(None if x is None else inp(x) for x in (key_offset, rotary_table, used)),
         out(key), out(value),
     )  # fmt: skip
-    return (key, value), _launch("kv_cache_load", t, [call] if t.cores else [], limits)
-
-
-def tile_compress(
-    windows: int,
-    sequences: int,
-    dim: int,
-    ratio: int,
-    overlap: bool,
-    bias: bool,
-    norm: bool,
-    rotary_dim: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    norm_eps: float = 1e-6,
-    limits: Limits = DEFAULT,
-) -> CompressTiling:
-    """Of ``hca_compress``."""
-    sizes = [windows, sequences, dim, ratio, overlap, bias, norm, rotary_dim]
-    sizes += [ELEMENTS[dtype], ELEMENTS[out_dtype], round(norm_eps * 1e9)]
-    return run_tiling("hca_compress", CompressTiling, sizes, limits.cores, limits.ub_bytes)
-
-
-def hca_compress(
-    kv: Tensor,
-    gate: Tensor,
-    lengths: Sequence[int],
-    ratio: int,
-    *,
-    position_bias: Tensor | None = None,
-    overlap: bool = False,
-    first_windows: Sequence[int] | None = None,
-    previous_kv: Tensor | None = None,
-    previous_gate: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    rotary_table: Tensor | None = None,
-    rotary_dim: int = 0,
-    dtype: torch.dtype | None = None,
-    limits: Limits = DEFAULT,
-) -> tuple[Tensor, Run]:
-    """One launch, or two where the channels of a window are given to several cores."""
-    dim = kv.shape[1] // 2 if overlap else kv.shape[1]
-    windows = sum(n // ratio for n in lengths)
-    bias, norm = position_bias is not None, norm_weight is not None
-    t = tile_compress(
-        windows, len(lengths), dim, ratio, overlap, bias, norm, rotary_dim, kv.dtype,
-        dtype or kv.dtype, norm_eps, limits,
-    )  # fmt: skip
-    entries = poisoned((windows, dim), dtype or kv.dtype)
-    table = inp(_sequences(lengths, ratio, first_windows or [0] * len(lengths)))
-    bias_in, kv_before, gate_before, weight, rotary = (
-        None if x is None else inp(x.contiguous())
-        for x in (position_bias, previous_kv, previous_gate, norm_weight, rotary_table)
-    )
-    inputs = inp(kv.contiguous()), inp(gate.contiguous()), table, bias_in, kv_before, gate_before
-    calls: list[tuple[Any, ...]] = []
-    if t.cores and t.split:
-        work = poisoned((t.workspace_bytes // 4,), torch.float32)
-        finish = inp(work), table, weight, rotary, out(entries)
-        calls.append(("hca_compress_pool", t.cores, *inputs, out(work)))
-        calls.append(("hca_compress_finish", t.finish_cores, *finish))
-    elif t.cores:
-        calls.append(("hca_compress", t.cores, *inputs, weight, rotary, out(entries)))
-    return entries, _launch("hca_compress", t, calls, limits)
-
-
-def hca_decompress(
-    entries: Tensor, lengths: Sequence[int], ratio: int, *, limits: Limits = DEFAULT
-) -> tuple[Tensor, Run]:
-    """One launch."""
-    count, dim = entries.shape
-    sizes = [count, dim, ratio, entries.element_size()]
-    t = run_tiling("hca_decompress", DecompressTiling, sizes, limits.cores, limits.ub_bytes)
-    rows = poisoned((count * ratio, dim), entries.dtype)
-    calls = [("hca_decompress", t.cores, inp(entries.contiguous()), out(rows))] if t.cores else []
-    return rows, _launch("hca_decompress", t, calls, limits)
-
-
-def _launch(operator: str, tiling: Any, calls: Sequence[tuple[Any, ...]], limits: Limits) -> Run:
-    results = [
-        kernels(operator).launch(name, cores, *arguments, bytes(tiling), seed=limits.seed + number)
-        for number, (name, cores, *arguments) in enumerate(calls)
-    ]
-    return Run(tiling, results)
+    return (key, value), launch_all("kv_cache_load", t, [call] if t.cores else [], limits)
 
 
 def _mode(dtype: torch.dtype, cache: Tensor, scale: Tensor | None, heads: int, paged: bool) -> str:
@@ -398,12 +292,3 @@ def _from_first_element(x: Tensor) -> Tensor:
     """The memory from the tensor's first element on, as a kernel gets it; a copy."""
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2] if x.shape[0] else 0
     return x.as_strided((size,), (1,), x.storage_offset()).clone()
-
-
-def _sequences(lengths: Sequence[int], ratio: int, first_windows: Sequence[int]) -> Tensor:
-    """The table of sequences: first token, first entry, number of the first window."""
-    rows, token, entry = [], 0, 0
-    for length, first in zip(lengths, first_windows):
-        rows.append([token, entry, first, 0])
-        token, entry = token + length, entry + length // ratio
-    return torch.tensor(rows, dtype=torch.int32)
