@@ -101,3 +101,15 @@ def test_traffic_and_balance(granularity: str, dim: int) -> None:
     moved = result.total["read_sectors"] + result.total["write_sectors"]
     assert moved <= 1.05 * sectors(codes, scale, values)
     assert len(result.cores) == 48 and all(core["write_bytes"] for core in result.cores)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_core_idle_from_48_tokens(granularity: str) -> None:
+    group_size = 64 if granularity == "group" else 0
+    for tokens in (48, 49, 100):
+        shape = (1, 8, tokens, 128)
+        codes = torch.ones(shape, dtype=torch.int8)
+        scale = torch.ones(scale_shape(shape, granularity, group_size))
+        _, result = dequantize(codes, scale, None, granularity, torch.float16, group_size)
+        assert result is not None and len(result.cores) == 48
+        assert all(core["write_bytes"] for core in result.cores)

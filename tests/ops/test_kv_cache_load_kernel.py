@@ -204,19 +204,21 @@ def test_cache_beyond_2_31_bytes() -> None:
 
 
 def unavoidable_sectors(case: Case, results: tuple[torch.Tensor, ...]) -> int:
-    """Codes and scales of the cached tokens, and the results."""
+    """Codes and scales of the cached tokens, static scales by core, and the results."""
     tokens = sum(case.lengths)
     count = 2 * tokens * case.heads * case.dim * case.caches[0].element_size() // SECTOR_BYTES
-    if case.mode == "token_head":
-        count += 2 * sum(-(-n * 4 // SECTOR_BYTES) * case.heads for n in case.lengths)
+    if case.mode == "static":
+        count += case.tile().cores * case.heads * case.dim * 4 // SECTOR_BYTES
+    rows = {"token_head": case.heads, "token": 1}.get(case.mode, 0)
+    count += 2 * sum(-(-n * 4 // SECTOR_BYTES) * rows for n in case.lengths)
     return count + sum(r.numel() * r.element_size() // SECTOR_BYTES for r in results)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("mode", ["copy", "token_head"])
+@pytest.mark.parametrize("mode", MODES)
 def test_traffic_and_balance(mode: str, heads: int, dim: int) -> None:
-    kind = torch.float16 if mode == "copy" else torch.int8
+    kind = {"copy": torch.float16, "convert": torch.bfloat16}.get(mode, torch.int8)
     case = Case([1024, 700, 17, 1024, 300], heads, dim, 128, mode, cache_dtype=kind)
     results, result = case.run()
     moved = result.total["read_sectors"] + result.total["write_sectors"]

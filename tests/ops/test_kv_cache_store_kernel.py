@@ -260,14 +260,17 @@ def test_cache_beyond_2_31_bytes() -> None:
 
 
 def touched_sectors(case: Case) -> int:
-    """Sectors of everything that a store has to read or write, each once."""
+    """Sectors of everything that a store has to read or write, each once; static scales by core."""
     kept = case.slots[case.slots >= 0]
     width = case.dim * case.caches[0].element_size()
     count = 2 * case.key.numel() * case.key.element_size() // SECTOR_BYTES
     count += case.slots.numel() * case.slots.element_size() // SECTOR_BYTES
     count += 2 * len(kept) * case.heads * width // SECTOR_BYTES
-    if case.mode == "token_head":
-        scales = kept[:, None] // case.block_size * case.heads + torch.arange(case.heads)
+    if case.mode == "static":
+        count += case.tile().cores * case.heads * case.dim * 4 // SECTOR_BYTES
+    rows = {"token_head": case.heads, "token": 1}.get(case.mode, 0)
+    if rows:
+        scales = kept[:, None] // case.block_size * rows + torch.arange(rows)
         at = scales * case.block_size + kept[:, None] % case.block_size
         count += 2 * len((at * 4 // SECTOR_BYTES).unique())
     return count
@@ -275,7 +278,7 @@ def touched_sectors(case: Case) -> int:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.parametrize("mode", ["copy", "token_head"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prefill", [True, False])
 def test_traffic_and_balance(mode: str, dim: int, heads: int, prefill: bool) -> None:
     """A prompt into blocks that follow each other nowhere, and a batch of single tokens."""
@@ -286,7 +289,7 @@ def test_traffic_and_balance(mode: str, dim: int, heads: int, prefill: bool) -> 
     index = torch.arange(tokens)
     slots = order[index // block_size if prefill else index] * block_size
     slots += index % block_size if prefill else index * 37 % block_size
-    kind = torch.float16 if mode == "copy" else torch.int8
+    kind = {"copy": torch.float16, "convert": torch.bfloat16}.get(mode, torch.int8)
     case = Case(key, key, slots.int(), mode, blocks, block_size, kind)
     result = case.run()
     moved = result.total["read_sectors"] + result.total["write_sectors"]
