@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,20 @@ def test_torch_npu_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding("torch_npu").state == OK
     del versions["transformers"]
     assert finding("transformers").state == BROKEN
+
+
+def test_torch_that_does_not_load(tmp_path: Path) -> None:
+    """As where torch_npu is installed and CANN is not: everything else is still looked at."""
+    (tmp_path / "torch.py").write_text("raise OSError('libhccl.so: cannot open shared object')")
+    code = "import sys; from ascend_kv.cli import main; sys.exit(main(['doctor']))"
+    path = f"{tmp_path}{os.pathsep}{Path(doctor.__file__).parents[2]}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 1 and "libhccl.so" in done.stderr and "Traceback" not in done.stderr
+    assert "broken  torch" in done.stdout and "pip uninstall torch_npu" in done.stdout
+    assert "NPU driver" in done.stdout
 
 
 def test_what_is_broken_ends_with_code_1(

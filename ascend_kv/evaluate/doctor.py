@@ -7,6 +7,7 @@ way, such as a torch_npu that does not load.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import io
 import json
@@ -33,6 +34,7 @@ OK, ABSENT, BROKEN = "ok", "absent", "broken"
 _CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "sve", "bf16",
 )  # fmt: skip
+_INSTALL = "pip install -c tools/constraints.txt -e ."
 _INSTALL_NPU = 'pip install -c tools/constraints.txt -e ".[npu]"'
 _SET_ENV = (
     "/usr/local/Ascend/cann/set_env.sh",
@@ -84,7 +86,8 @@ def run_doctor(
     console.print(as_text(findings), markup=False, highlight=False, soft_wrap=True)
     report: dict[str, Any] = {"environment": [finding._asdict() for finding in findings]}
     complaints = [f"{f.name}: {f.value}" for f in findings if f.state == BROKEN]
-    if selftest:
+    torch_loads = all(f.state != BROKEN for f in findings if f.name == "torch")
+    if selftest and torch_loads:
         if not as_json:
             print(text.getvalue())
         tables, report["selftest"], wrong = _selftest(device, quick, log)
@@ -121,7 +124,7 @@ def _selftest(
 
 
 def examine() -> list[Finding]:
-    """Look at everything, from the outside in."""
+    """Look at everything, from the outside in; what needs torch only where torch loads."""
     findings = [
         Finding("ascend_kv", OK, f"{__version__}, {Path(__file__).resolve().parents[1]}"),
         Finding("Python", OK, f"{platform.python_version()} ({platform.python_implementation()})"),
@@ -129,9 +132,12 @@ def examine() -> list[Finding]:
         _driver(),
         *_cann(),
         *_libraries(),
+        _twin(),
     ]
+    if any(found.name == "torch" and found.state == BROKEN for found in findings):
+        return findings
     device, finding = _device()
-    return [*findings, finding, _twin(), *_operators(device)]
+    return [*findings, finding, *_operators(device)]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -214,11 +220,12 @@ def cann_version(home: Path) -> str | None:
 
 
 def _libraries() -> list[Finding]:
-    findings = []
-    for package in ("torch", "transformers"):
-        version = _version(package)
-        advice = "" if version else "pip install -c tools/constraints.txt -e ."
-        findings.append(Finding(package, OK if version else BROKEN, version or "missing", advice))
+    findings = [_torch()]
+    transformers = _version("transformers")
+    if transformers:
+        findings.append(Finding("transformers", OK, transformers))
+    else:
+        findings.append(Finding("transformers", BROKEN, "not installed", _INSTALL))
     torch, npu = _version("torch"), _version("torch_npu")
     if npu is None:
         advice = f"only an NPU needs it, and only after CANN: {_INSTALL_NPU}"
@@ -227,6 +234,20 @@ def _libraries() -> list[Finding]:
         advice = f"their versions must be equal: {_INSTALL_NPU}"
         return [*findings, Finding("torch_npu", BROKEN, f"{npu} beside torch {torch}", advice)]
     return [*findings, Finding("torch_npu", OK, npu)]
+
+
+def _torch() -> Finding:
+    """Whether torch loads: where torch_npu is installed without CANN it does not."""
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", BROKEN, "not installed", _INSTALL)
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # torch_npu loads with it and may raise anything
+        advice = "source CANN's set_env.sh, or, without an NPU, pip uninstall torch_npu"
+        value = f"{version} does not load: {type(error).__name__}: {error}"
+        return Finding("torch", BROKEN, value, advice)
+    return Finding("torch", OK, version)
 
 
 def _device() -> tuple[str, Finding]:
