@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from ascend_kv.evaluate.selftest_cases import random_values
-from ascend_kv.evaluate.twin import load_module
+from ascend_kv.evaluate.twin import KERNELS, load_module
 
 twin = load_module("launch")
 tilings = load_module("tilings")
 operators = load_module("operators")
 
-__all__ = ["random_values"]  # beside what is defined here
+__all__ = ["KERNELS", "random_values"]  # beside what is defined here
 
 Tensor = torch.Tensor
-poisoned = operators.poisoned
+kernels, poisoned = operators.kernels, operators.poisoned
 run_tiling, core_of, core_range = tilings.run_tiling, tilings.core_of, tilings.core_range
 usable_ub = tilings.usable_ub
 Limits, GRANULARITIES = operators.Limits, operators.GRANULARITIES
