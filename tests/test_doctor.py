@@ -19,6 +19,7 @@ from ascend_kv.evaluate import doctor, selftest, selftest_report, twin
 from ascend_kv.evaluate.console import Log, table_console
 from ascend_kv.evaluate.doctor import ABSENT, BROKEN, OK, Finding
 from ascend_kv.evaluate.selftest_cases import Case, draw_cases
+from ascend_kv.ops import native
 
 NPU_SMI = """\
 #!/bin/sh
@@ -56,7 +57,8 @@ def test_a_machine_without_an_npu(bare: Path) -> None:
     assert npu.state == ABSENT and '".[npu]"' in npu.advice
     assert finding("torch").value == torch.__version__
     assert finding("device").value.startswith("cpu")
-    assert "kv_cache_store" in finding("reference on cpu").value
+    served = [found for found in doctor.examine() if found.name.endswith(" on cpu")]
+    assert sum("kv_cache_store" in found.value for found in served) == 1
     assert not [found for found in doctor.examine() if found.state == BROKEN]
 
 
@@ -115,6 +117,16 @@ def test_torch_npu_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding("torch_npu").state == OK
     del versions["transformers"]
     assert finding("transformers").state == BROKEN
+
+
+def test_native_cpu_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "gone.so")
+    code = finding("native CPU code")
+    assert code.state == ABSENT and "pip install" in code.advice
+    monkeypatch.setattr(native, "find_problem", lambda _: None)
+    assert finding("native CPU code").value.startswith("built for this CPU")
+    monkeypatch.setenv(native.VARIABLE, "reference")
+    assert "leaves it out" in finding("native CPU code").value
 
 
 def test_torch_that_does_not_load(tmp_path: Path) -> None:

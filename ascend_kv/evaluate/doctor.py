@@ -137,7 +137,7 @@ def examine() -> list[Finding]:
     if any(found.name == "torch" and found.state == BROKEN for found in findings):
         return findings
     device, finding = _device()
-    return [*findings, finding, *_operators(device)]
+    return [*findings, finding, _native(), *_operators(device)]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -277,6 +277,18 @@ def _twin() -> Finding:
         return Finding("kernel twin", ABSENT, "cannot run", lacking)
     compiler = twin.load_module("launch").find_compiler()
     return Finding("kernel twin", OK, f"can run the kernels' sources on this CPU ({compiler})")
+
+
+def _native() -> Finding:
+    """The operators compiled for a CPU."""
+    from ascend_kv.ops import native
+
+    problem = native.find_problem(native.LIBRARY)
+    if problem:
+        return Finding("native CPU code", ABSENT, problem, f"with a C++ compiler: {_INSTALL}")
+    if os.environ.get(native.VARIABLE) == "reference":
+        return Finding("native CPU code", OK, f"built; {native.VARIABLE}=reference leaves it out")
+    return Finding("native CPU code", OK, "built for this CPU and this torch")
 
 
 def _operators(device: str) -> list[Finding]:
