@@ -1,4 +1,4 @@
-"""The command line: ``ascend-kv bench`` and ``ascend-kv plan``.
+"""The command line: ``ascend-kv bench``, ``ascend-kv plan`` and ``ascend-kv doctor``.
 
 Exit codes: 0 done, 1 something failed, 2 something given was not legal, 130 interrupted.
 A user sees messages, not tracebacks; ``--debug`` or ``ASCEND_KV_DEBUG=1`` shows those too.
@@ -49,6 +49,27 @@ Examples:
   ascend-kv plan Qwen/Qwen2.5-7B-Instruct --memory 7GiB --device 910B3 --explain
 """
 
+_DOCTOR_EXAMPLES = """\
+What it does:
+  Shows what is here to run on: Python, torch, CPU, the NPU's driver, CANN, torch_npu, and which
+  code serves each operator. What is absent or broken comes with what to do about it. It changes
+  nothing.
+
+  --selftest runs every kernel that is built against the operators' references, over odd sizes and
+  extreme values, and compares its speed with what the device's documented peaks allow. On a 910B
+  the kernels run there. Elsewhere the same list runs on the CPU twin, which simulates the NPU's
+  vector cores: that needs a C++ compiler and a clone of the repository, and measures no time.
+
+Examples:
+  ascend-kv doctor
+  ascend-kv doctor --json
+  ascend-kv doctor --selftest --quick
+  ascend-kv doctor --selftest --output runs/doctor      # doctor.txt and doctor.json, to paste
+
+Exit codes: 0 all is well (absent is well), 1 a kernel is wrong or something is broken, 2 something
+given was not legal.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. The entry point of ``ascend-kv``."""
@@ -89,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_bench(commands)
     _add_plan(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -156,6 +178,22 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands, "doctor", "show what is here to run on, and test the kernels", _DOCTOR_EXAMPLES
+    )
+    parser.set_defaults(command=_doctor)
+    parser.add_argument("--selftest", action="store_true", help="test every kernel that is built")
+    parser.add_argument("--quick", action="store_true", help="a self-test of few calls")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "npu"), default="auto", help="of the self-test (auto)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write doctor.txt and doctor.json there"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
 def _bench(options: argparse.Namespace) -> None:
     # Before torch is loaded: where other programs run too, threads that spin while they wait are
     # taken off the processor in the midst of it, and everyone else waits for them.
@@ -205,6 +243,24 @@ def _plan(options: argparse.Namespace) -> None:
     print_table(table, console)
     if explanation:
         console.print(explanation, markup=False, highlight=False)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    for name in ("quick", "device"):
+        given = getattr(options, name)
+        if given not in (False, "auto") and not options.selftest:
+            raise UsageError(f"--{name}", given, "together with --selftest")
+    from ascend_kv.evaluate.console import Log, table_console
+    from ascend_kv.evaluate.doctor import run_doctor
+
+    run_doctor(
+        Log(table_console(stderr=True)),
+        selftest=options.selftest,
+        quick=options.quick,
+        device=options.device,
+        as_json=options.json,
+        directory=options.output,
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,27 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Rates:
+    """How fast an NPU's vector cores move and compute: peaks from documents, not measured here.
+
+    Attributes:
+        frequency_hz: of a vector core.
+        vector_bytes_per_cycle: what one vector core computes on; one repeat is 256 bytes.
+        read_bytes_per_cycle: one core's MTE2, global memory to unified buffer.
+        write_bytes_per_cycle: one core's MTE3, the way back.
+        hbm_bytes_per_second: all cores together, reads and writes.
+        launch_seconds: from a launch to the first instruction, all cores of the device started.
+    """
+
+    frequency_hz: float
+    vector_bytes_per_cycle: int
+    read_bytes_per_cycle: int
+    write_bytes_per_cycle: int
+    hbm_bytes_per_second: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device.
 
@@ -25,6 +46,7 @@ class Device:
         cube_cores, vector_cores: matrix and vector cores; None where there are none or the count
             is not published.
         ub_bytes: the unified buffer of one vector core; None as above.
+        rates: how fast it moves and computes; None where that is not published.
         formats: KV cache formats its attention reads.
         default_block_size: tokens in a block where the user names no number.
         block_multiples: format name -> what a block size must be a multiple of.
@@ -40,6 +62,7 @@ class Device:
     default_block_size: int
     block_multiples: Mapping[str, int]
     sources: Mapping[str, str] = field(repr=False)
+    rates: Rates | None = None
 
     def check_block_size(self, block_size: int, format_name: str) -> None:
         """Refuse a block size, or a format, that the device's attention cannot read.
@@ -67,8 +90,34 @@ class Device:
 _CANN_ATTENTION = "aclnnFusedInferAttentionScoreV4 in the CANN operator documentation"
 
 
-def _ascend_910b(name: str, memory_bytes: int, cube_cores: int, vector_cores: int) -> Device:
+_GUIDE = "Ascend C performance guide in asc-devkit"
+
+
+def _rates(name: str, frequency_hz: float) -> tuple[Rates, dict[str, str]]:
+    """Of a 910B with 192 MB of L2, and the sources of its figures."""
+    platform = f"CANN runtime, platform_config/Ascend{name}.ini"
+    sources = {
+        "frequency_hz": f"{platform}, cube_freq. The vector cores are taken to run at it too: 48 "
+        f"cores x 64 lanes x 2 x 1.8 GHz are the 11.06 TOPS of the {_GUIDE}",
+        "vector_bytes_per_cycle": f"{platform}, vec_calc_size: 128 half lanes",
+        "read_bytes_per_cycle": f"{platform}, ddr_read_rate, taken as that of one vector core",
+        "write_bytes_per_cycle": f"{platform}, ub_to_ddr_rate, taken as that of one vector core",
+        "hbm_bytes_per_second": f"{_GUIDE}, splitting for the L2 cache: 1.6 TB/s beside 192 MB of "
+        "L2, which this chip has",
+        "launch_seconds": f"{_GUIDE}, analysis of profiles: 20 to 21 us on Atlas A2, all cores",
+    }
+    return Rates(frequency_hz, 256, 32, 64, 1.6e12, 20e-6), sources
+
+
+def _ascend_910b(
+    name: str,
+    memory_bytes: int,
+    cube_cores: int,
+    vector_cores: int,
+    frequency_hz: float | None = None,
+) -> Device:
     platform = f"CANN toolkit, platform_config/Ascend{name}.ini"
+    rates, rate_sources = _rates(name, frequency_hz) if frequency_hz else (None, {})
     return Device(
         name=name,
         memory_bytes=memory_bytes,
@@ -87,8 +136,10 @@ def _ascend_910b(name: str, memory_bytes: int, cube_cores: int, vector_cores: in
                 "formats": f"{_CANN_ATTENTION}; no FP8: vllm-ascend issue 8102",
                 "default_block_size": f"{_CANN_ATTENTION} (128 recommended)",
                 "block_multiples": _CANN_ATTENTION,
+                **rate_sources,
             }
         ),
+        rates=rates,
     )
 
 
@@ -138,9 +189,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         device.name: device
         for device in (
             _cpu(),
-            _ascend_910b("910B1", 64 * _GIB, 24, 48),
-            _ascend_910b("910B2", 64 * _GIB, 24, 48),
-            _ascend_910b("910B3", 64 * _GIB, 20, 40),
+            _ascend_910b("910B1", 64 * _GIB, 24, 48, 1.85e9),
+            _ascend_910b("910B2", 64 * _GIB, 24, 48, 1.8e9),
+            _ascend_910b("910B3", 64 * _GIB, 20, 40, 1.8e9),
+            # its bandwidth was found nowhere but in hearsay, so it has no rates
             _ascend_910b("910B4", 32 * _GIB, 20, 40),
             _ascend_950(),
         )

@@ -28,12 +28,23 @@ def test_the_910b_family() -> None:
         assert get_device(f"Ascend{name}") is device
 
 
+def test_vector_throughput_is_the_published_one() -> None:
+    device = get_device("910B2")
+    assert device.rates is not None and device.vector_cores is not None
+    lanes = device.rates.vector_bytes_per_cycle / 4
+    tops = device.vector_cores * lanes * 2 * device.rates.frequency_hz / 1e12
+    assert tops == pytest.approx(11.06, abs=0.005)
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_figure_has_a_source_and_every_format_a_rule(name: str) -> None:
     device = get_device(name)
     figures = ("memory_bytes", "cube_cores", "vector_cores", "ub_bytes")
     stated = {figure for figure in figures if getattr(device, figure) is not None}
-    assert stated | {"formats", "default_block_size", "block_multiples"} == set(device.sources)
+    stated |= {"formats", "default_block_size", "block_multiples"}
+    if device.rates is not None:
+        stated |= set(vars(device.rates))
+    assert stated == set(device.sources)
     assert set(device.block_multiples) == set(device.formats)
     for format_name in device.formats:
         assert format_spec(format_name).name == format_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -20,7 +21,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "recipes").glob("*.md")]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "recipes").glob("*.md"),
+    ROOT / "op_kernels" / "README.md",
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -48,6 +53,13 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def help_of_tool(path: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / path))["main"](["--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("document", "line"), commands())
 def test_command_in_a_document_exists(
     document: str, line: str, capsys: pytest.CaptureFixture[str]
@@ -58,6 +70,8 @@ def test_command_in_a_document_exists(
         known = help_of("bench", capsys) if "recipes/" in words[1] else ""
     elif words[0] == "ascend-kv":
         known = help_of(words[1], capsys)
+    elif words[:1] == ["python"] and words[1].startswith("tools/"):
+        known = help_of_tool(words[1], capsys)
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"\.\[(.+?)\]", line)
         assert set(extras) <= set(PROJECT["optional-dependencies"])

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 from kernel_harness import (
+    GRANULARITIES,
     UB_BYTES,
     core_of,
     core_range,
     needs_compiler,
     run_tiling,
+    tilings,
     usable_ub,
 )
-from kernel_tilings import (
-    CompressTiling,
-    DecompressTiling,
-    LoadTiling,
-    QuantizeTiling,
-    StoreTiling,
-)
-from quantize_kernel import GRANULARITIES
 
+CompressTiling, DecompressTiling = tilings.CompressTiling, tilings.DecompressTiling
+LoadTiling, QuantizeTiling, StoreTiling = (
+    tilings.LoadTiling,
+    tilings.QuantizeTiling,
+    tilings.StoreTiling,
+)
 pytestmark = needs_compiler
 
 HEAD_DIMS = [1, 8, 17, 40, 64, 72, 80, 96, 128, 192, 256, 512]

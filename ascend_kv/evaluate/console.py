@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -48,11 +49,11 @@ class Log:
             yield advance
 
 
-def table_console(stderr: bool = False) -> Console:
-    """A console for tables: as wide as the terminal, wide where there is none."""
-    console = Console(stderr=stderr)
+def table_console(stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """A console for tables: as wide as the terminal, wide where there is none or for ``file``."""
+    console = Console(stderr=stderr, file=file)
     if not console.is_terminal:
-        console = Console(stderr=stderr, width=_PLAIN_WIDTH)
+        console = Console(stderr=stderr, file=file, width=_PLAIN_WIDTH)
     return console
 
 

@@ -228,7 +228,8 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
 
 
-def _digest(paths: Sequence[Path], extra: str) -> str:
+def digest_files(paths: Sequence[Path], extra: str) -> str:
+    """A name for what would be built from these files and `extra`."""
     digest = hashlib.sha256(extra.encode())
     for path in sorted(paths):
         digest.update(path.read_bytes())
@@ -244,7 +245,9 @@ def build_runtime(compiler: str) -> Path:
     """The twin's own part, compiled once for all kernels."""
     parts = sorted(path for path in HERE.glob("*.cpp") if path.stem != "entry")
     flags = ["-std=c++17", "-O2", "-fPIC", "-I", str(HERE), "-c"]
-    digest = _digest([*HERE.glob("*.h"), *parts], " ".join([compiler, *flags, *map(str, parts)]))
+    digest = digest_files(
+        [*HERE.glob("*.h"), *parts], " ".join([compiler, *flags, *map(str, parts)])
+    )
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"runtime-{digest}.o"
@@ -286,7 +289,7 @@ def build(
     options.append("-DTWIN_KERNELS=" + " ".join(f"TWIN_KERNEL({name})" for name in kernels))
     command = [*options, "-x", "c++", str(HERE / "entry.cpp"), "-x", "none"]
     headers = _headers(command)
-    digest = _digest(headers, " ".join(command) + runtime.name)
+    digest = digest_files(headers, " ".join(command) + runtime.name)
     target = cache_folder() / f"{source.stem}-{digest}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:

@@ -8,21 +8,16 @@ import random
 import pytest
 import torch
 from kernel_harness import (
-    ELEMENTS,
     HALF_TYPES,
     SECTOR_BYTES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
-    poisoned,
-    run_tiling,
+    operators,
+    tilings,
     twin,
-    usable_ub,
 )
-from kernel_tilings import CompressTiling
 
 pytestmark = needs_compiler
 
@@ -73,50 +68,30 @@ class Case:
         angles = torch.rand(self.ratio * last + 1, self.rotary_dim // 2, generator=g) * 6
         self.rotary = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
 
-    def tile(self) -> CompressTiling:
-        assert self.out_dtype is not None
-        sizes = [
-            *(sum(self.windows), len(self.lengths), self.dim, self.ratio, self.overlap, self.bias),
-            *(self.norm, self.rotary_dim, ELEMENTS[self.dtype], ELEMENTS[self.out_dtype], 1000),
-        ]
-        return run_tiling("hca_compress", CompressTiling, sizes, self.cores, self.ub_bytes)
-
-    def sequences(self) -> torch.Tensor:
-        rows, token, entry = [], 0, 0
-        assert self.first_windows is not None
-        for length, count, first in zip(
-            self.lengths, self.windows, self.first_windows, strict=True
-        ):
-            rows.append([token, entry, first, 0])
-            token += length
-            entry += count
-        return torch.tensor(rows, dtype=torch.int32)
+    def tile(self) -> tilings.CompressTiling:
+        return operators.tile_compress(
+            sum(self.windows), len(self.lengths), self.dim, self.ratio, self.overlap, self.bias,
+            self.norm, self.rotary_dim, self.dtype, self.out_dtype or self.dtype, EPS,
+            Limits(self.cores, self.ub_bytes),
+        )  # fmt: skip
 
     def run(self, seed: int = 0) -> tuple[torch.Tensor, list[twin.Result]]:
-        t = self.tile()
-        assert self.out_dtype is not None
-        assert 0 < t.ub_bytes <= usable_ub(self.ub_bytes)
-        entries = poisoned((sum(self.windows), self.dim), self.out_dtype)
-        library, table = kernels("hca_compress"), inp(self.sequences())
-        bias = inp(self.position_bias) if self.bias else None
-        previous = [
-            inp(x) if self.overlap else None for x in (self.previous_kv, self.previous_gate)
-        ]
-        weight = inp(self.weight) if self.norm else None
-        rotary = inp(self.rotary) if self.rotary_dim else None
-        inputs = [inp(self.kv), inp(self.gate), table, bias, *previous]
-        if t.split:
-            work = poisoned((t.workspace_bytes // 4,), torch.float32)
-            launches = [
-                ("hca_compress_pool", t.cores, *inputs, out(work), bytes(t)),
-                ("hca_compress_finish", t.finish_cores, inp(work), table, weight, rotary,
-                 out(entries), bytes(t)),
-            ]  # fmt: skip
-        else:
-            launches = [("hca_compress", t.cores, *inputs, weight, rotary, out(entries), bytes(t))]
-        results = [library.launch(*launch, seed=seed + i) for i, launch in enumerate(launches)]
-        assert all(r.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES for r in results)
-        return entries, results
+        entries, run = operators.hca_compress(
+            self.kv, self.gate, self.lengths, self.ratio,
+            position_bias=self.position_bias if self.bias else None,
+            overlap=self.overlap,
+            first_windows=self.first_windows,
+            previous_kv=self.previous_kv if self.overlap else None,
+            previous_gate=self.previous_gate if self.overlap else None,
+            norm_weight=self.weight if self.norm else None,
+            norm_eps=EPS,
+            rotary_table=self.rotary if self.rotary_dim else None,
+            rotary_dim=self.rotary_dim,
+            dtype=self.out_dtype,
+            limits=Limits(self.cores, self.ub_bytes, seed),
+        )  # fmt: skip
+        check_run(run, self.ub_bytes)
+        return entries, run.launches
 
     def expect(self) -> torch.Tensor:
         """Entries in float64."""
@@ -157,7 +132,7 @@ class Case:
             entry = torch.cat([entry[: -self.rotary_dim], turned.flatten()])
         return entry
 
-    def check(self, seed: int = 0) -> tuple[CompressTiling, list[twin.Result]]:
+    def check(self, seed: int = 0) -> tuple[tilings.CompressTiling, list[twin.Result]]:
         found, results = self.run(seed)
         expected = self.expect()
         assert found.shape == expected.shape

@@ -8,20 +8,15 @@ import pytest
 import torch
 from kernel_harness import (
     HALF_TYPES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
-    poisoned,
-    run_tiling,
+    operators,
     same,
     sectors,
     twin,
-    usable_ub,
 )
-from kernel_tilings import DecompressTiling
 
 pytestmark = needs_compiler
 
@@ -29,18 +24,10 @@ pytestmark = needs_compiler
 def decompress(
     entries: torch.Tensor, ratio: int, cores: int = 48, ub_bytes: int = UB_BYTES, seed: int = 0
 ) -> tuple[torch.Tensor, twin.Result | None]:
-    count, dim = entries.shape
-    sizes = [count, dim, ratio, entries.element_size()]
-    t = run_tiling("hca_decompress", DecompressTiling, sizes, cores, ub_bytes)
-    rows = poisoned((count * ratio, dim), entries.dtype)
-    if not t.cores:
-        return rows, None
-    result = kernels("hca_decompress").launch(
-        "hca_decompress", t.cores, inp(entries), out(rows), bytes(t), seed=seed
-    )
-    assert t.ub_bytes <= usable_ub(ub_bytes)
-    assert result.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES
-    return rows, result
+    lengths, limits = [len(entries) * ratio], Limits(cores, ub_bytes, seed)
+    rows, run = operators.hca_decompress(entries, lengths, ratio, limits=limits)
+    check_run(run, ub_bytes)
+    return rows, run.launches[0] if run.launches else None
 
 
 def test_equals_repeat() -> None:

@@ -8,19 +8,16 @@ import pytest
 import torch
 from kernel_harness import (
     HALF_TYPES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
-    poisoned,
+    operators,
     same,
     sectors,
     twin,
-    usable_ub,
 )
-from quantize_kernel import GRANULARITIES, random_shape, scale_shape, tile
+from quantize_kernel import GRANULARITIES, random_shape, scale_shape
 
 from ascend_kv.formats import INT8
 from ascend_kv.formats.base import Encoded
@@ -39,21 +36,13 @@ def dequantize(
     ub_bytes: int = UB_BYTES,
     seed: int = 0,
 ) -> tuple[torch.Tensor, twin.Result | None]:
-    values = poisoned(tuple(codes.shape), dtype)
-    t = tile(
-        tuple(codes.shape), dtype, granularity, zero_point is None, False, group_size, cores,
-        ub_bytes, operator="kv_cache_dequantize",
+    values, run = operators.kv_cache_dequantize(
+        codes, scale, zero_point, group_size, dtype,
+        granularity=granularity, limits=Limits(cores, ub_bytes, seed),
     )  # fmt: skip
-    if not t.cores:
-        return values, None
-    zeros = None if zero_point is None else inp(zero_point)
-    arguments = (inp(codes), inp(scale), zeros, out(values), bytes(t))
-    result = kernels("kv_cache_dequantize").launch(
-        "kv_cache_dequantize", t.cores, *arguments, seed=seed
-    )
-    assert t.passes == 1 and t.ub_bytes <= usable_ub(ub_bytes)
-    assert result.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES
-    return values, result
+    check_run(run, ub_bytes)
+    assert run.tiling.passes <= 1
+    return values, run.launches[0] if run.launches else None
 
 
 def widen(scale: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -112,3 +101,15 @@ def test_traffic_and_balance(granularity: str, dim: int) -> None:
     moved = result.total["read_sectors"] + result.total["write_sectors"]
     assert moved <= 1.05 * sectors(codes, scale, values)
     assert len(result.cores) == 48 and all(core["write_bytes"] for core in result.cores)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_core_idle_from_48_tokens(granularity: str) -> None:
+    group_size = 64 if granularity == "group" else 0
+    for tokens in (48, 49, 100):
+        shape = (1, 8, tokens, 128)
+        codes = torch.ones(shape, dtype=torch.int8)
+        scale = torch.ones(scale_shape(shape, granularity, group_size))
+        _, result = dequantize(codes, scale, None, granularity, torch.float16, group_size)
+        assert result is not None and len(result.cores) == 48
+        assert all(core["write_bytes"] for core in result.cores)

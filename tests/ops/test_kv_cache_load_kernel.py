@@ -8,30 +8,24 @@ import random
 import pytest
 import torch
 from kernel_harness import (
-    ELEMENTS,
     HALF_TYPES,
     SECTOR_BYTES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
-    poisoned,
+    operators,
     random_values,
-    run_tiling,
     same,
+    tilings,
     twin,
-    usable_ub,
 )
-from kernel_tilings import LoadTiling
 
 from ascend_kv import ops
 
 pytestmark = needs_compiler
 
-MODES = ("copy", "convert", "token_head", "token", "static")
-OFFSETS = ("none", "in_order", "at_positions")
+MODES, OFFSETS = operators.MODES, operators.OFFSETS
 FLOATS = (*HALF_TYPES, torch.float32)
 
 
@@ -84,14 +78,11 @@ class Case:
         self.rotary = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
         self.positions = torch.randint(0, longest + 9, shape[:3], generator=g, dtype=torch.int32)
 
-    def tile(self) -> LoadTiling:
-        sizes = [
-            *(len(self.lengths), self.heads, self.dim, self.block_size, self.tables.shape[1]),
-            *(max(self.lengths, default=0), MODES.index(self.mode), ELEMENTS[self.dtype]),
-            *(ELEMENTS[self.cache_dtype], self.symmetric, self.nz, self.wide_tables),
-            *(OFFSETS.index(self.offset), 2),
-        ]
-        return run_tiling("kv_cache_load", LoadTiling, sizes, self.cores, self.ub_bytes)
+    def tile(self) -> tilings.LoadTiling:
+        return operators.tile_load(
+            self.caches[0], self.tables, self.lengths, self.dtype, self.mode, self.symmetric,
+            self.offset, limits=Limits(self.cores, self.ub_bytes),
+        )  # fmt: skip
 
     def expect(self) -> tuple[torch.Tensor, torch.Tensor]:
         quantized = self.cache_dtype is torch.int8
@@ -109,31 +100,27 @@ class Case:
             dtype=self.dtype,
         )  # fmt: skip
 
-    def run(self, seed: int = 0) -> tuple[list[torch.Tensor], twin.Result]:
-        t = self.tile()
-        assert 0 < t.ub_bytes <= usable_ub(self.ub_bytes)
-        shape = (len(self.lengths), self.heads, max(self.lengths), self.dim)
-        results = [poisoned(shape, self.dtype) for _ in range(2)]
+    def run(self, seed: int = 0) -> tuple[tuple[torch.Tensor, torch.Tensor], twin.Result]:
         quantized = self.cache_dtype is torch.int8
-        caches = self.caches
+        caches, none = self.caches, [None, None]
         if self.nz:
             piece = 32 // caches[0].element_size()
             caches = [c.unflatten(3, (-1, piece)).transpose(2, 3).contiguous() for c in caches]
-        none = [None, None]
-        scales = [inp(s) for s in self.scales] if quantized else none
-        zeros = [inp(z) for z in self.zeros] if quantized and not self.symmetric else none
+        scales = self.scales if quantized else none
+        zeros = self.zeros if quantized and not self.symmetric else none
         rotated = self.offset != "none"
-        extras = [
-            inp(self.key_offset) if rotated else None,
-            inp(self.rotary) if rotated else None,
-            inp(self.positions) if self.offset == "at_positions" else None,
-        ]
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        result = kernels("kv_cache_load").launch(
-            "kv_cache_load", t.cores, *(inp(c) for c in caches), inp(self.tables), inp(lengths),
-            *scales, *zeros, *extras, *(out(r) for r in results), bytes(t), seed=seed,
+        results, run = operators.kv_cache_load(
+            *caches, self.tables, self.lengths,
+            key_scale=scales[0], value_scale=scales[1],
+            key_zero_point=zeros[0], value_zero_point=zeros[1],
+            key_offset=self.key_offset if rotated else None,
+            rotary_table=self.rotary if rotated else None,
+            key_positions=self.positions if self.offset == "at_positions" else None,
+            dtype=self.dtype,
+            nz=self.nz, mode=self.mode, limits=Limits(self.cores, self.ub_bytes, seed),
         )  # fmt: skip
-        assert result.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES
+        check_run(run, self.ub_bytes)
+        (result,) = run.launches
         return results, result
 
     def check(self, seed: int = 0) -> twin.Result:
@@ -216,20 +203,22 @@ def test_cache_beyond_2_31_bytes() -> None:
         same(one, expected)
 
 
-def unavoidable_sectors(case: Case, results: list[torch.Tensor]) -> int:
-    """Codes and scales of the cached tokens, and the results."""
+def unavoidable_sectors(case: Case, results: tuple[torch.Tensor, ...]) -> int:
+    """Codes and scales of the cached tokens, static scales by core, and the results."""
     tokens = sum(case.lengths)
     count = 2 * tokens * case.heads * case.dim * case.caches[0].element_size() // SECTOR_BYTES
-    if case.mode == "token_head":
-        count += 2 * sum(-(-n * 4 // SECTOR_BYTES) * case.heads for n in case.lengths)
+    if case.mode == "static":
+        count += case.tile().cores * case.heads * case.dim * 4 // SECTOR_BYTES
+    rows = {"token_head": case.heads, "token": 1}.get(case.mode, 0)
+    count += 2 * sum(-(-n * 4 // SECTOR_BYTES) * rows for n in case.lengths)
     return count + sum(r.numel() * r.element_size() // SECTOR_BYTES for r in results)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("mode", ["copy", "token_head"])
+@pytest.mark.parametrize("mode", MODES)
 def test_traffic_and_balance(mode: str, heads: int, dim: int) -> None:
-    kind = torch.float16 if mode == "copy" else torch.int8
+    kind = {"copy": torch.float16, "convert": torch.bfloat16}.get(mode, torch.int8)
     case = Case([1024, 700, 17, 1024, 300], heads, dim, 128, mode, cache_dtype=kind)
     results, result = case.run()
     moved = result.total["read_sectors"] + result.total["write_sectors"]

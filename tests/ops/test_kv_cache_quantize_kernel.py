@@ -10,6 +10,7 @@ from kernel_harness import (
     HALF_TYPES,
     UB_BYTES,
     needs_compiler,
+    operators,
     poison_some,
     random_values,
     same,
@@ -22,7 +23,6 @@ from quantize_kernel import (
     quantize,
     random_shape,
     scale_shape,
-    tile,
 )
 
 from ascend_kv.formats import INT8
@@ -149,7 +149,10 @@ def test_ties_and_extremes(symmetric: bool) -> None:
 def test_nothing_to_do() -> None:
     for shape in ((1, 2, 0, 64), (0, 2, 3, 64)):
         for granularity in GRANULARITIES:
-            assert tile(shape, torch.float16, granularity, group_size=32).cores == 0
+            found = operators.tile_quantize(
+                "kv_cache_quantize", shape, torch.float16, granularity, group_size=32
+            )
+            assert found.cores == 0
 
 
 @pytest.mark.parametrize("dim", [64, 128])

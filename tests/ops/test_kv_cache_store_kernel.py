@@ -8,31 +8,27 @@ import random
 import pytest
 import torch
 from kernel_harness import (
-    ELEMENTS,
     HALF_TYPES,
     SECTOR_BYTES,
-    SELECT_BYTES,
     UB_BYTES,
-    inp,
-    kernels,
+    Limits,
+    check_run,
     needs_compiler,
-    out,
+    operators,
     poison_some,
     poisoned,
     random_values,
-    run_tiling,
     same,
+    tilings,
     twin,
-    usable_ub,
 )
-from kernel_tilings import StoreTiling
 
 from ascend_kv import ops
 from ascend_kv.formats import INT8
 
 pytestmark = needs_compiler
 
-MODES = ("copy", "convert", "token_head", "token", "static")
+MODES = operators.MODES
 FLOATS = (*HALF_TYPES, torch.float32)
 
 
@@ -68,14 +64,12 @@ class Case:
         self.zeros = [torch.randn(s.shape) for s in self.scales]
         self.key_positions = poisoned(shape[:3], torch.int32)
 
-    def tile(self) -> StoreTiling:
-        position_bytes = 0 if self.positions is None else self.positions.element_size()
-        sizes = [
-            *(*self.key.shape, self.block_size, self.key.stride(0), self.value.stride(0)),
-            *(MODES.index(self.mode), ELEMENTS[self.key.dtype], ELEMENTS[self.cache_dtype]),
-            *(self.symmetric, self.nz, self.slots.dtype is torch.int64, position_bytes, self.sides),
-        ]
-        return run_tiling("kv_cache_store", StoreTiling, sizes, self.cores, self.ub_bytes)
+    def tile(self) -> tilings.StoreTiling:
+        value, cache = self.value if self.sides == 2 else None, self.layout(self.caches[0])
+        return operators.tile_store(
+            self.key, value, cache, self.slots, self.mode, self.symmetric, self.positions, self.nz,
+            Limits(self.cores, self.ub_bytes),
+        )  # fmt: skip
 
     def expect(self) -> Case:
         """What the reference makes of it."""
@@ -99,35 +93,36 @@ class Case:
             )  # fmt: skip
         return expected
 
-    def to_nz(self, cache: torch.Tensor) -> torch.Tensor:
+    def layout(self, cache: torch.Tensor) -> torch.Tensor:
+        """As the kernel sees it."""
+        if not self.nz:
+            return cache
         piece = 32 // cache.element_size()
         return cache.unflatten(3, (-1, piece)).transpose(2, 3).contiguous()
 
     def run(self, seed: int = 0) -> twin.Result:
         """Launch the kernel; the caches hold what it wrote, as [K, N, S, D]."""
-        t = self.tile()
-        assert 0 < t.ub_bytes <= usable_ub(self.ub_bytes)
-        caches = [self.to_nz(c) if self.nz else c for c in self.caches]
-        quantized, static = self.cache_dtype is torch.int8, self.mode == "static"
-        scales, zeros = [[s.squeeze(0).squeeze(1).contiguous() for s in x] if static else x
-                         for x in (self.scales, self.zeros)]  # fmt: skip
-        mark = inp if static else out
-        sides = [caches, scales if quantized else [None] * 2]
-        sides.append(zeros if quantized and not self.symmetric else [None] * 2)
-        marks = [out, mark, mark]
-        wrap = [[None if x is None else m(x) for x in s] for s, m in zip(sides, marks, strict=True)]
+        caches = [self.layout(c) for c in self.caches]
+        quantized = self.cache_dtype is torch.int8
+        none: list[torch.Tensor | None] = [None, None]
+        scales = self.scales if quantized else none
+        zeros = self.zeros if quantized and not self.symmetric else none
+        sides = [[self.key, self.value], caches, scales, zeros]
         if self.sides == 1:
-            wrap = [[s[0], None] for s in wrap]
-        values = [inp(_storage(self.key)), inp(_storage(self.value)) if self.sides == 2 else None]
-        given = self.positions is not None
-        result = kernels("kv_cache_store").launch(
-            "kv_cache_store", t.cores, *values, *wrap[0], inp(self.slots), *wrap[1], *wrap[2],
-            out(self.key_positions) if given else None, inp(self.positions) if given else None,
-            bytes(t), seed=seed,
+            sides = [[side[0], None] for side in sides]
+        values, caches_given, scales, zeros = sides
+        _, run = operators.kv_cache_store(
+            *values, *caches_given, self.slots,
+            key_scale=scales[0], value_scale=scales[1],
+            key_zero_point=zeros[0], value_zero_point=zeros[1],
+            key_positions=None if self.positions is None else self.key_positions,
+            positions=self.positions,
+            nz=self.nz, mode=self.mode, limits=Limits(self.cores, self.ub_bytes, seed),
         )  # fmt: skip
-        assert result.total["ub_high_water"] <= t.ub_bytes + SELECT_BYTES
+        check_run(run, self.ub_bytes)
         if self.nz:
             self.caches = [c.transpose(2, 3).flatten(3).contiguous() for c in caches]
+        (result,) = run.launches
         return result
 
     def check(self, seed: int = 0) -> twin.Result:
@@ -138,12 +133,6 @@ class Case:
                 same(found, wanted)
         same(self.key_positions, expected.key_positions)
         return result
-
-
-def _storage(x: torch.Tensor) -> torch.Tensor:
-    """The memory from the tensor's first element on, as a kernel gets it."""
-    size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2]
-    return x.as_strided((size,), (1,), x.storage_offset()).clone()
 
 
 def random_slots(draw: random.Random, tokens: int, blocks: int, block_size: int) -> torch.Tensor:
@@ -271,14 +260,17 @@ def test_cache_beyond_2_31_bytes() -> None:
 
 
 def touched_sectors(case: Case) -> int:
-    """Sectors of everything that a store has to read or write, each once."""
+    """Sectors of everything that a store has to read or write, each once; static scales by core."""
     kept = case.slots[case.slots >= 0]
     width = case.dim * case.caches[0].element_size()
     count = 2 * case.key.numel() * case.key.element_size() // SECTOR_BYTES
     count += case.slots.numel() * case.slots.element_size() // SECTOR_BYTES
     count += 2 * len(kept) * case.heads * width // SECTOR_BYTES
-    if case.mode == "token_head":
-        scales = kept[:, None] // case.block_size * case.heads + torch.arange(case.heads)
+    if case.mode == "static":
+        count += case.tile().cores * case.heads * case.dim * 4 // SECTOR_BYTES
+    rows = {"token_head": case.heads, "token": 1}.get(case.mode, 0)
+    if rows:
+        scales = kept[:, None] // case.block_size * rows + torch.arange(rows)
         at = scales * case.block_size + kept[:, None] % case.block_size
         count += 2 * len((at * 4 // SECTOR_BYTES).unique())
     return count
@@ -286,7 +278,7 @@ def touched_sectors(case: Case) -> int:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.parametrize("mode", ["copy", "token_head"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prefill", [True, False])
 def test_traffic_and_balance(mode: str, dim: int, heads: int, prefill: bool) -> None:
     """A prompt into blocks that follow each other nowhere, and a batch of single tokens."""
@@ -297,7 +289,7 @@ def test_traffic_and_balance(mode: str, dim: int, heads: int, prefill: bool) -> 
     index = torch.arange(tokens)
     slots = order[index // block_size if prefill else index] * block_size
     slots += index % block_size if prefill else index * 37 % block_size
-    kind = torch.float16 if mode == "copy" else torch.int8
+    kind = {"copy": torch.float16, "convert": torch.bfloat16}.get(mode, torch.int8)
     case = Case(key, key, slots.int(), mode, blocks, block_size, kind)
     result = case.run()
     moved = result.total["read_sectors"] + result.total["write_sectors"]
