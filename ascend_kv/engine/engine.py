@@ -158,12 +158,13 @@ class Engine:
         if not schedule.work:
             assert not self._groups, "requests are left, but none could be scheduled"
             return []
-        batch = self._batch(schedule.work)
+        wanted = [_wanted_rows(item) for item in schedule.work]
+        batch = self._batch(schedule.work, wanted)
         cache = self._tables.stats()
         model_started = time.perf_counter()
         logits = self.model.forward(batch)
         model_seconds = time.perf_counter() - model_started
-        sampled = self._advance(schedule.work, logits)
+        sampled = self._advance(schedule.work, wanted, logits)
         outputs = self._collect(sampled)
         self.stats.record(
             StepRecord(
@@ -181,18 +182,16 @@ class Engine:
         )
         return outputs
 
-    def _batch(self, work: list[Work]) -> Batch:
+    def _batch(self, work: list[Work], wanted: list[int]) -> Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         slot_mapping: list[int] = []
         logits_indices: list[int] = []
-        for item in work:
-            request, start, stop = item
-            first = len(token_ids)
+        for (request, start, stop), rows in zip(work, wanted, strict=True):
             token_ids += request.token_ids[start:stop]
             positions += range(start, stop)
             slot_mapping += self._tables.write(request.request_id, start, stop)
-            logits_indices += [first + row for row in _wanted_rows(item)]
+            logits_indices += range(len(token_ids) - rows, len(token_ids))
         return Batch(
             token_ids=token_ids,
             positions=positions,
@@ -203,16 +202,15 @@ class Engine:
             logits_indices=logits_indices,
         )
 
-    def _advance(self, work: list[Work], logits: torch.Tensor) -> list[Request]:
+    def _advance(self, work: list[Work], wanted: list[int], logits: torch.Tensor) -> list[Request]:
         """Take the step's results; returns the requests that got a token or an error."""
         sampled: list[Request] = []
         rows: list[int] = []
         done = 0
-        for item in work:
-            wanted = _wanted_rows(item)
+        for item, count in zip(work, wanted, strict=True):
             if item.request.wants_prompt_logprobs:
-                _take_prompt_logprobs(item, logits[done : done + len(wanted)])
-            done += len(wanted)
+                _take_prompt_logprobs(item, logits[done : done + count])
+            done += count
             item.request.num_computed = item.stop
             if item.samples:
                 sampled.append(item.request)
@@ -240,9 +238,9 @@ class Engine:
             if request.status is Status.FINISHED:
                 self._forget(request)
         outputs = [self._decoded(group.output()) for group in groups.values()]
-        for group in groups.values():
-            if group.finished:
-                del self._groups[group.request_id]
+        for output in outputs:
+            if output.finished:
+                del self._groups[output.request_id]
         return outputs
 
     def _decoded(self, output: RequestOutput) -> RequestOutput:
@@ -268,11 +266,9 @@ class Engine:
                     raise UsageError(field, token, f"0 to {self._vocab_size - 1} (the vocabulary)")
 
 
-def _wanted_rows(item: Work) -> range:
-    """Rows of the work's tokens whose logits are needed, in the order of the tokens."""
-    if item.request.wants_prompt_logprobs:
-        return range(item.num_tokens)
-    return range(item.num_tokens - 1, item.num_tokens) if item.samples else range(0)
+def _wanted_rows(item: Work) -> int:
+    """For how many of the work's tokens, the last ones, logits are needed."""
+    return item.num_tokens if item.request.wants_prompt_logprobs else int(item.samples)
 
 
 def _take_prompt_logprobs(item: Work, logits: torch.Tensor) -> None:
