@@ -78,9 +78,18 @@ class ItemRun {
   const float* bias_of(int row, int64_t first, int count);
   void score();
   void sum_values();
-  void place(int64_t token, int64_t& block, int64_t& offset) const {
-    block = call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
-    offset = token % call_.block_size;
+  int64_t block_of(int64_t token) const {
+    return call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
+  }
+  // f(k, n, block, offset): tokens k to k + n of `count` from `first` lie in one block, from there.
+  template <class F>
+  void for_runs(int64_t first, int count, F&& f) const {
+    int64_t offset = first % call_.block_size;
+    for (int k = 0; k < count;) {
+      const int n = static_cast<int>(std::min<int64_t>(count - k, call_.block_size - offset));
+      f(k, n, block_of(first + k), offset);
+      k += n, offset = 0;
+    }
   }
 
   const Call& call_;
@@ -135,11 +144,10 @@ inline void ItemRun::read_parameter(
     const Parameter& p, int64_t first, int count, bool& has, float* out) const {
   has = p.kind == Parameter::TOKEN;
   if (!has) return;
-  for (int k = 0; k < count; ++k) {
-    int64_t block, offset;
-    place(first + k, block, offset);
-    out[k] = *p.at(block, item_.kv_head, offset);
-  }
+  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
+    const float* from = p.at(block, item_.kv_head, offset);
+    for (int i = 0; i < n; ++i) out[k + i] = from[i * p.token];
+  });
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
 
@@ -149,23 +157,25 @@ inline void ItemRun::read_tile(int64_t first, int count) {
   first_ = first;
   tokens_.count = count;
   const int64_t head = item_.kv_head;
-  for (int k = 0; k < count; ++k) {
-    int64_t block, offset;
-    place(first + k, block, offset);
-    key_rows_[k] = call_.key.at(block, head, offset);
-    value_rows_[k] = call_.value.at(block, head, offset);
-    tokens_.position[k] = k;
-    if (call_.key_positions) {
-      tokens_.position[k] =
-          call_.key_positions[block * call_.position_block + head * call_.position_head +
-                              offset * call_.position_token];
+  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
+    const char* key = call_.key.at(block, head, offset);
+    const char* value = call_.value.at(block, head, offset);
+    for (int i = 0; i < n; ++i) {
+      key_rows_[k + i] = key + i * call_.key.token;
+      value_rows_[k + i] = value + i * call_.value.token;
     }
-  }
+    if (!call_.key_positions) return;
+    const int32_t* positions = call_.key_positions + block * call_.position_block +
+                               head * call_.position_head + offset * call_.position_token;
+    for (int i = 0; i < n; ++i) tokens_.position[k + i] = positions[i * call_.position_token];
+  });
   for (int k = count; k % LANES; ++k) {
     key_rows_[k] = key_rows_[count - 1];
     value_rows_[k] = value_rows_[count - 1];
     tokens_.position[k] = 0;
   }
+  if (!call_.key_positions)
+    for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
   read_parameter(call_.key.scale, first, count, tokens_.has_key_scale, tokens_.key_scale);
   read_parameter(call_.key.zero_point, first, count, tokens_.has_key_zero, tokens_.key_zero);
   read_parameter(call_.value.scale, first, count, tokens_.has_value_scale, tokens_.value_scale);
@@ -214,10 +224,10 @@ inline void ItemRun::score() {
       float* row = converted_ + l * width;
       kernels.convert(key_rows_[k + l], call_.dim, row);
       if (call_.key.scale.kind == Parameter::GROUP) {
-        int64_t block, offset;
-        place(first_ + std::min(k + l, tokens_.count - 1), block, offset);
+        const int64_t token = first_ + std::min(k + l, tokens_.count - 1);
         apply_groups(
-            call_.key.scale, call_.key.zero_point, block, item_.kv_head, offset, call_.dim, row);
+            call_.key.scale, call_.key.zero_point, block_of(token), item_.kv_head,
+            token % call_.block_size, call_.dim, row);
       }
     }
     turn_rows(converted_, width, turned_keys_, TILE, k);
@@ -236,10 +246,9 @@ inline void ItemRun::sum_values() {
     float* row = values_ + k * width;
     kernels.convert(value_rows_[k], call_.dim, row);
     if (call_.value.scale.kind == Parameter::GROUP) {
-      int64_t block, offset;
-      place(first_ + k, block, offset);
       apply_groups(
-          call_.value.scale, call_.value.zero_point, block, item_.kv_head, offset, call_.dim, row);
+          call_.value.scale, call_.value.zero_point, block_of(first_ + k), item_.kv_head,
+          (first_ + k) % call_.block_size, call_.dim, row);
     }
   }
   multiply(scores_, TILE, rows_, values_, width, tokens_.count, width, sums_, width, true);
