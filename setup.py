@@ -56,6 +56,14 @@ def cpu_features() -> tuple[str, ...]:
     return next(level for level in CPU_LEVELS if set(level) <= set(found))
 
 
+def without_cpu_operators(reason: str) -> None:
+    """Say why, and leave no library of an earlier build behind, which may not fit any more."""
+    say(f"no native CPU operators: {reason}")
+    library = ROOT.joinpath(*CPU_MODULE.split("."))
+    for suffix in (".so", ".json"):
+        library.with_suffix(suffix).unlink(missing_ok=True)
+
+
 def has_torch() -> bool:
     """Whether torch can be imported: the environment's own, which build isolation hides."""
     site = sysconfig.get_path("purelib")
@@ -64,7 +72,7 @@ def has_torch() -> bool:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        say(f"no native CPU operators: torch cannot be imported ({error})")
+        without_cpu_operators(f"torch cannot be imported ({error})")
         return False
     return True
 
@@ -91,7 +99,7 @@ def cpu_operators() -> dict[str, Any]:
             except Exception as error:
                 if os.environ.get("ASCEND_KV_OPERATORS") == "native":
                     raise
-                say(f"no native CPU operators: they do not compile here ({error})")
+                without_cpu_operators(f"they do not compile here ({error})")
                 self.extensions = []
                 return
             made_for = {"torch": torch.__version__, "cpu_features": features}

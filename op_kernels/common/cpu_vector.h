@@ -41,7 +41,7 @@ struct BFloat { uint16_t bits; };
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // x - 0 is x, also for -0
 
 template <class V, class T>
 inline V read(const T* from) {
@@ -216,20 +216,6 @@ inline void store_at(T* to, int64_t at, int count, Vec v) {
 
 // ---- across lanes ----------------------------------------------------------------------------
 
-inline float sum(Vec v) {
-  float held[LANES];
-  write(held, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) held[i] += held[i + half];
-  return held[0];
-}
-inline float largest(Vec v) {
-  float most = v[0];
-  for (int i = 1; i < LANES; ++i) most = v[i] > most ? v[i] : most;
-  return most;
-}
-inline float smallest(Vec v) { return -largest(-v); }
-
 // Lanes of a and b put together: lane l is From(l) of a, or of b from LANES on.
 #if defined(__clang__)
 #define ASCEND_KV_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -247,6 +233,19 @@ template <int D, int... L>
 inline Vec upper(Vec a, Vec b, std::integer_sequence<int, L...>) {
   return ASCEND_KV_SHUFFLE(a, b, ((L & D) ? L + LANES : L ^ D)...);
 }
+
+// Over all lanes, halves against halves.
+template <int D = LANES / 2>
+inline float sum(Vec v) {
+  if constexpr (D == 0) return v[0];
+  else return sum<D / 2>(v + upper<D>(v, v, Lanes{}));
+}
+template <int D = LANES / 2>
+inline float largest(Vec v) {
+  if constexpr (D == 0) return v[0];
+  else return largest<D / 2>(larger(v, upper<D>(v, v, Lanes{})));
+}
+inline float smallest(Vec v) { return -largest(-v); }
 
 // Lane l of the result is the sum of v[l]; v is overwritten. A tree, the same on every call.
 template <int D = LANES / 2>

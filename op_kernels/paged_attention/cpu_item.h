@@ -41,6 +41,12 @@ struct Scratch {
   }
 };
 
+// Where the keys and values of a tile lie. The addresses go on to whole vectors with the last one.
+struct TileRows {
+  const void* keys[TILE];
+  const void* values[TILE];
+};
+
 class ItemRun {
  public:
   ItemRun(const Call& call, const Item& item, Scratch& scratch)
@@ -63,7 +69,7 @@ class ItemRun {
       values_ = carve(TILE * width);
       converted_ = carve(LANES * width);
     }
-    scratch.states.assign(rows_, RowState{});
+    scratch.states.resize(rows_);
     states_ = scratch.states.data();
   }
 
@@ -72,15 +78,28 @@ class ItemRun {
 
  private:
   void load_queries();
-  void read_tile(int64_t first, int count);
+  int count_from(int64_t first) const {
+    return static_cast<int>(std::min<int64_t>(TILE, item_.last_key - first));
+  }
+  void aim(int64_t first, TileRows& rows) const;
+  void read_tile(int64_t first);
   void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
   Seen seen_by(int row, int64_t first, int count) const;
   const float* bias_of(int row, int64_t first, int count);
   void score();
   void sum_values();
-  void place(int64_t token, int64_t& block, int64_t& offset) const {
-    block = call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
-    offset = token % call_.block_size;
+  int64_t block_of(int64_t token) const {
+    return call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
+  }
+  // f(k, n, block, offset): tokens k to k + n of `count` from `first` lie in one block, from there.
+  template <class F>
+  void for_runs(int64_t first, int count, F&& f) const {
+    int64_t offset = first % call_.block_size;
+    for (int k = 0; k < count;) {
+      const int n = static_cast<int>(std::min<int64_t>(count - k, call_.block_size - offset));
+      f(k, n, block_of(first + k), offset);
+      k += n, offset = 0;
+    }
   }
 
   const Call& call_;
@@ -92,8 +111,8 @@ class ItemRun {
   float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
   RowState* states_;
   TileTokens tokens_;
-  const void* key_rows_[TILE];
-  const void* value_rows_[TILE];
+  TileRows tiles_[2];
+  const TileRows *rows_at_ = nullptr, *upcoming_ = nullptr;
   int64_t first_ = 0;
 };
 
@@ -113,6 +132,8 @@ inline void ItemRun::load_queries() {
     const int64_t token = sequence_.query_start + item_.query + r / group;
     const char* from =
         call_.query + token * call_.query_token + (head * group + r % group) * call_.query_head;
+    const int64_t position = call_.position(sequence_, item_.query + r / group);
+    states_[r] = {call_.first_seen(position), call_.last_seen(position)};
     float* to = query_ + r * call_.padded;
     Vec total{};
     for_vectors(call_.dim, [&](int64_t c, int count) {
@@ -135,36 +156,46 @@ inline void ItemRun::read_parameter(
     const Parameter& p, int64_t first, int count, bool& has, float* out) const {
   has = p.kind == Parameter::TOKEN;
   if (!has) return;
-  for (int k = 0; k < count; ++k) {
-    int64_t block, offset;
-    place(first + k, block, offset);
-    out[k] = *p.at(block, item_.kv_head, offset);
-  }
+  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
+    const float* from = p.at(block, item_.kv_head, offset);
+    for (int i = 0; i < n; ++i) out[k + i] = from[i * p.token];
+  });
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
 
-// Where the keys and values of a tile lie, and what is known of them. The addresses go on to whole
-// vectors with the last one.
-inline void ItemRun::read_tile(int64_t first, int count) {
+// Finds the vectors of a tile, and asks for what is known of its tokens.
+inline void ItemRun::aim(int64_t first, TileRows& rows) const {
+  const int count = count_from(first);
+  const int64_t head = item_.kv_head;
+  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
+    const char* key = call_.key.at(block, head, offset);
+    const char* value = call_.value.at(block, head, offset);
+    for (int i = 0; i < n; ++i) {
+      rows.keys[k + i] = key + i * call_.key.token;
+      rows.values[k + i] = value + i * call_.value.token;
+    }
+    for (const Side* side : {&call_.key, &call_.value})
+      for (const Parameter* p : {&side->scale, &side->zero_point})
+        if (p->kind == Parameter::TOKEN) __builtin_prefetch(p->at(block, head, offset));
+  });
+  for (int k = count; k < TILE; ++k) {
+    rows.keys[k] = rows.keys[count - 1];
+    rows.values[k] = rows.values[count - 1];
+  }
+}
+
+inline void ItemRun::read_tile(int64_t first) {
+  const int count = count_from(first);
   first_ = first;
   tokens_.count = count;
-  const int64_t head = item_.kv_head;
-  for (int k = 0; k < count; ++k) {
-    int64_t block, offset;
-    place(first + k, block, offset);
-    key_rows_[k] = call_.key.at(block, head, offset);
-    value_rows_[k] = call_.value.at(block, head, offset);
-    tokens_.position[k] = k;
-    if (call_.key_positions) {
-      tokens_.position[k] =
-          call_.key_positions[block * call_.position_block + head * call_.position_head +
-                              offset * call_.position_token];
-    }
-  }
-  for (int k = count; k % LANES; ++k) {
-    key_rows_[k] = key_rows_[count - 1];
-    value_rows_[k] = value_rows_[count - 1];
-    tokens_.position[k] = 0;
+  if (call_.key_positions) {
+    for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
+      const int32_t* positions = call_.key_positions + block * call_.position_block +
+                                 item_.kv_head * call_.position_head +
+                                 offset * call_.position_token;
+      for (int i = 0; i < n; ++i) tokens_.position[k + i] = positions[i * call_.position_token];
+    });
+    for (int k = count; k % LANES; ++k) tokens_.position[k] = 0;
   }
   read_parameter(call_.key.scale, first, count, tokens_.has_key_scale, tokens_.key_scale);
   read_parameter(call_.key.zero_point, first, count, tokens_.has_key_zero, tokens_.key_zero);
@@ -174,8 +205,7 @@ inline void ItemRun::read_tile(int64_t first, int count) {
 }
 
 inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
-  const int64_t position = call_.position(sequence_, item_.query + row / call_.group());
-  int64_t low = call_.first_seen(position), high = call_.last_seen(position);
+  int64_t low = states_[row].first_seen, high = states_[row].last_seen;
   if (call_.key_positions) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     constexpr int64_t least = std::numeric_limits<int32_t>::min();
@@ -206,18 +236,19 @@ inline void ItemRun::score() {
   const int whole = static_cast<int>(round_up(tokens_.count, LANES));
   const int64_t width = call_.padded;
   if (few_) {
-    kernels.dot(query_, width, rows_, key_rows_, whole, call_.dim, scores_, TILE);
+    kernels.dot(
+        query_, width, rows_, rows_at_->keys, upcoming_->keys, whole, call_.dim, scores_, TILE);
     return;
   }
   for (int k = 0; k < whole; k += LANES) {
     for (int l = 0; l < LANES; ++l) {
       float* row = converted_ + l * width;
-      kernels.convert(key_rows_[k + l], call_.dim, row);
+      kernels.convert(rows_at_->keys[k + l], call_.dim, row);
       if (call_.key.scale.kind == Parameter::GROUP) {
-        int64_t block, offset;
-        place(first_ + std::min(k + l, tokens_.count - 1), block, offset);
+        const int64_t token = first_ + std::min(k + l, tokens_.count - 1);
         apply_groups(
-            call_.key.scale, call_.key.zero_point, block, item_.kv_head, offset, call_.dim, row);
+            call_.key.scale, call_.key.zero_point, block_of(token), item_.kv_head,
+            token % call_.block_size, call_.dim, row);
       }
     }
     turn_rows(converted_, width, turned_keys_, TILE, k);
@@ -229,17 +260,18 @@ inline void ItemRun::sum_values() {
   const TypeKernels& kernels = kernels_of(call_.value.type);
   const int64_t width = call_.padded;
   if (few_) {
-    kernels.weigh(scores_, TILE, rows_, value_rows_, tokens_.count, call_.dim, sums_, width);
+    kernels.weigh(
+        scores_, TILE, rows_, rows_at_->values, upcoming_->values, tokens_.count, call_.dim, sums_,
+        width);
     return;
   }
   for (int k = 0; k < tokens_.count; ++k) {
     float* row = values_ + k * width;
-    kernels.convert(value_rows_[k], call_.dim, row);
+    kernels.convert(rows_at_->values[k], call_.dim, row);
     if (call_.value.scale.kind == Parameter::GROUP) {
-      int64_t block, offset;
-      place(first_ + k, block, offset);
       apply_groups(
-          call_.value.scale, call_.value.zero_point, block, item_.kv_head, offset, call_.dim, row);
+          call_.value.scale, call_.value.zero_point, block_of(first_ + k), item_.kv_head,
+          (first_ + k) % call_.block_size, call_.dim, row);
     }
   }
   multiply(scores_, TILE, rows_, values_, width, tokens_.count, width, sums_, width, true);
@@ -281,9 +313,17 @@ inline void ItemRun::run(float* parts) {
   const int64_t width = call_.padded, group = call_.group();
   std::fill(sums_, sums_ + rows_ * width, 0.0f);
   load_queries();
-  for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
-    const int count = static_cast<int>(std::min<int64_t>(TILE, item_.last_key - first));
-    read_tile(first, count);
+  for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
+  int turn = 0;
+  if (item_.first_key < item_.last_key) aim(item_.first_key, tiles_[0]);
+  for (int64_t first = item_.first_key; first < item_.last_key; first += TILE, turn ^= 1) {
+    rows_at_ = upcoming_ = &tiles_[turn];
+    if (first + TILE < item_.last_key) {
+      aim(first + TILE, tiles_[turn ^ 1]);
+      upcoming_ = &tiles_[turn ^ 1];
+    }
+    const int count = count_from(first);
+    read_tile(first);
     score();
     for (int r = 0; r < rows_; ++r) {
       const float kept = weigh_scores(
@@ -311,7 +351,7 @@ inline void merge_row(const Call& call, const Merge& merge, int64_t row, const f
   const int64_t width = call.padded, group = call.group(), stride = part_row_floats(call);
   const int64_t part_floats = merge.queries * group * stride;
   const float* first = parts + merge.part + row * stride;
-  RowState state;
+  RowState state{};
   for (int64_t i = 0; i < merge.count; ++i)
     state.largest = std::max(state.largest, first[i * part_floats + width]);
   thread_local std::vector<float> sums;

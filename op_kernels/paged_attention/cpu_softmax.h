@@ -22,13 +22,14 @@ struct TileTokens {
   int32_t position[TILE];  // of the key, or its index in the tile
 };
 
-// What one query asks of a tile: positions first to last, as far as int32 reaches.
+// What one query sees of a tile: positions first to last.
 struct Seen {
   bool all = true;
   int32_t first = 0, last = 0;
 };
 
 struct RowState {
+  int64_t first_seen, last_seen;  // positions
   float largest = NOTHING;  // score
   float total = 0;          // of exp(score - largest)
   float zero = 0;           // of the same times the values' zero points
