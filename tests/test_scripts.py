@@ -124,10 +124,12 @@ def test_recipe_sets_up_then_runs_the_bench_where_the_user_is(checkout: Checkout
 
 def test_torch_is_installed_before_what_depends_on_it(checkout: Checkout) -> None:
     checkout.run(RECIPE)
-    tools, torch, package = checkout.installs
+    tools, torch, what_torch_needs, package = checkout.installs
     assert tools.endswith("pip setuptools")
     assert "--no-deps" in torch and torch.endswith("torch==2.13.0+cpu")
     constraints = checkout.folder / "tools/constraints.txt"
+    # without it torch cannot be imported, and the native operators would not be built
+    assert what_torch_needs == f"-c {constraints} torch"
     assert package == f"--no-build-isolation -c {constraints} -e ."
 
 
@@ -153,7 +155,7 @@ def test_changed_requirements_are_installed_into_the_same_environment(
     with open(checkout.folder / name, "a") as file:
         file.write("# changed\n")
     checkout.run(RECIPE)
-    assert len(checkout.installs) == 3
+    assert len(checkout.installs) == 4
     assert not any("venv" in call for call in checkout.calls)
     checkout.run(RECIPE)
     assert checkout.calls == []
@@ -163,7 +165,7 @@ def test_moved_checkout_is_installed_anew(checkout: Checkout) -> None:
     checkout.run(RECIPE)
     checkout.folder = checkout.folder.rename(checkout.folder.parent / "moved")
     checkout.run(RECIPE)
-    assert len(checkout.installs) == 3
+    assert len(checkout.installs) == 4
 
 
 def test_interrupted_installation_is_taken_up_again(checkout: Checkout) -> None:

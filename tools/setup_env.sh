@@ -84,9 +84,15 @@ make_venv() {
   python_version >"$VENV/.made-by-ascend_kv"
 }
 
-# torch comes first and without what depends on it, so that nothing else chooses the build. An NPU
-# needs the CPU build too: torch_npu brings the device.
+# torch comes first, so that nothing that depends on it chooses the build, and with all that it
+# needs to be imported, since the native operators are compiled against it. An NPU needs the CPU
+# build too: torch_npu brings the device.
 install_torch() {
+  install_torch_alone
+  pip_install -c "$CONSTRAINTS" torch # is there; this brings what it depends on
+}
+
+install_torch_alone() {
   local version
   version=$(sed -n 's/^torch==//p' "$CONSTRAINTS")
   if [[ -n ${TORCH_INDEX_URL:-} ]]; then
