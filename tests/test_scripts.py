@@ -223,7 +223,7 @@ def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
     checkout.run(RECIPE, VERSION="3.10.9", PYTHON="python3")
     assert checkout.installs == [], "the same Python, another patch of it"
     checkout.run(RECIPE, VERSION="3.12.1", PYTHON="python3")
-    assert len(checkout.installs) == 3 and any("venv --clear" in call for call in checkout.calls)
+    assert len(checkout.installs) == 4 and any("venv --clear" in call for call in checkout.calls)
 
 
 def test_environment_lies_where_the_user_says(checkout: Checkout) -> None:
