@@ -9,6 +9,10 @@
                                                  &ascend_kv::cpu::name>::call)))
 
 TORCH_LIBRARY_IMPL(ascend_kv, CPU, m) {
+  SERVE(hca_compress);
+  SERVE(kv_cache_dequantize);
+  SERVE(kv_cache_load);
+  SERVE(kv_cache_quantize);
   SERVE(kv_cache_store);
   SERVE(paged_attention);
 }

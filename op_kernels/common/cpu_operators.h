@@ -21,6 +21,28 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const MaybeTensor& key_positions, const MaybeTensor& query_positions,
     const MaybeTensor& entries);
 
+std::optional<std::tuple<at::Tensor, at::Tensor>> kv_cache_load(
+    const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& block_tables,
+    at::IntArrayRef kv_lengths, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+    const MaybeTensor& key_zero_point, const MaybeTensor& value_zero_point,
+    const MaybeTensor& key_offset, const MaybeTensor& rotary_table,
+    const MaybeTensor& key_positions, std::optional<at::ScalarType> dtype);
+
+std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
+    const at::Tensor& x, c10::string_view granularity, bool symmetric, const MaybeTensor& scale,
+    const MaybeTensor& zero_point, int64_t group_size);
+
+std::optional<at::Tensor> kv_cache_dequantize(
+    const at::Tensor& codes, const at::Tensor& scale, const MaybeTensor& zero_point,
+    int64_t group_size, std::optional<at::ScalarType> dtype);
+
+std::optional<at::Tensor> hca_compress(
+    const at::Tensor& kv, const at::Tensor& gate, at::IntArrayRef lengths, int64_t ratio,
+    const MaybeTensor& position_bias, bool overlap, at::OptionalIntArrayRef first_windows,
+    const MaybeTensor& previous_kv, const MaybeTensor& previous_gate,
+    const MaybeTensor& norm_weight, double norm_eps, const MaybeTensor& rotary_table,
+    int64_t rotary_dim, std::optional<at::ScalarType> dtype);
+
 bool kv_cache_store(
     const at::Tensor& key, const at::Tensor& value, at::Tensor& key_cache, at::Tensor& value_cache,
     const at::Tensor& slot_mapping, const MaybeTensor& key_scale, const MaybeTensor& value_scale,

@@ -4,12 +4,29 @@
 
 #include <cstdint>
 
+#include "cpu_vector.h"
+
 namespace ascend_kv::cpu {
 
 enum class Type : int { FLOAT, HALF, BFLOAT, INT8 };
 
 constexpr int64_t bytes_of_type(Type type) {
   return type == Type::FLOAT ? 4 : type == Type::INT8 ? 1 : 2;
+}
+
+// f with a value of the float type that is stored; or of any, INT8 too.
+template <class F>
+inline void with_float_type(Type type, F&& f) {
+  switch (type) {
+    case Type::HALF: return f(Half{});
+    case Type::BFLOAT: return f(BFloat{});
+    default: return f(float{});
+  }
+}
+template <class F>
+inline void with_type(Type type, F&& f) {
+  if (type == Type::INT8) f(int8_t{});
+  else with_float_type(type, f);
 }
 
 // Scales or zero points; null data: there are none.
@@ -27,6 +44,10 @@ struct Parameter {
   }
   // STATIC
   float fixed(int64_t n, int64_t c) const { return data[n * head + c * channel]; }
+  float of_channel(int64_t b, int64_t n, int64_t s, int64_t c) const {
+    if (kind == STATIC) return fixed(n, c);
+    return at(b, n, s)[kind == GROUP ? c / group_size * channel : 0];
+  }
 };
 
 struct Side {

@@ -30,6 +30,14 @@ inline at::ScalarType scalar_type_of(Type type) {
   return types[static_cast<int>(type)];
 }
 
+// The kernels want the values of a vector side by side.
+inline at::Tensor channels_together(const at::Tensor& x) {
+  return x.dim() && x.stride(-1) != 1 ? x.contiguous() : x;
+}
+
+inline bool is_float(at::ScalarType type) {
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
 inline bool is_int(const at::Tensor& x) {
   return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong;
 }

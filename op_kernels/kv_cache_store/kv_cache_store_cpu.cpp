@@ -78,12 +78,7 @@ struct Writer {
   // Scales that are given. `spread` holds 2 * dim floats.
   void quantize_given(int64_t token, Slot s, float* spread) const {
     const auto fill = [&](const Parameter& p, int64_t n, float* to) {
-      for (int64_t c = 0; c < dim; ++c) {
-        to[c] = p.kind == Parameter::STATIC ? p.fixed(n, c)
-                : p.kind == Parameter::GROUP
-                    ? p.at(s.block, n, s.offset)[c / p.group_size * p.channel]
-                    : *p.at(s.block, n, s.offset);
-      }
+      for (int64_t c = 0; c < dim; ++c) to[c] = p.of_channel(s.block, n, s.offset, c);
       return to;
     };
     for (int64_t n = 0; n < heads; ++n) {
@@ -127,15 +122,6 @@ struct StoreCall {
   int64_t position_block = 0, position_head = 0, position_token = 0;
 };
 
-template <class F>
-void with_type(Type type, F&& f) {
-  switch (type) {
-    case Type::HALF: return f(Half{});
-    case Type::BFLOAT: return f(BFloat{});
-    default: return f(float{});
-  }
-}
-
 // The tokens of thread `part` of `parts`.
 void store_part(
     const StoreCall& call, const std::vector<int64_t>& slots, const IntReader* positions,
@@ -145,7 +131,7 @@ void store_part(
     return slot >= 0 && slot / STRIPE_SLOTS % parts == part;
   };
   const auto side = [&](const NewTokens& from, const Side& cache, bool together) {
-    with_type(from.type, [&](auto type) {
+    with_float_type(from.type, [&](auto type) {
       const Writer<decltype(type)> writer{from, cache, call.heads, call.dim};
       for (int64_t t = 0; t < call.tokens; ++t) {
         if (!mine(slots[t])) continue;
@@ -169,7 +155,7 @@ void store_part(
 bool all_finite(const StoreCall& call, const NewTokens& from, const Side& cache,
                 const std::vector<int64_t>& slots) {
   bool finite = true;
-  with_type(from.type, [&](auto type) {
+  with_float_type(from.type, [&](auto type) {
     const Writer<decltype(type)> writer{from, cache, call.heads, call.dim};
     for (int64_t t = 0; t < call.tokens && finite; ++t)
       finite = slots[t] < 0 || writer.is_finite(t);
@@ -186,10 +172,6 @@ std::optional<NewTokens> read_tokens(const at::Tensor& x) {
       x.stride(1) * bytes};
 }
 
-at::Tensor with_channels_together(const at::Tensor& x) {
-  return x.dim() == 3 && x.stride(2) != 1 ? x.contiguous() : x;
-}
-
 }  // namespace
 
 bool kv_cache_store(
@@ -202,8 +184,8 @@ bool kv_cache_store(
   if (key_cache.dim() != 4 || value_cache.sizes() != key_cache.sizes()) return false;
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return false;
   if (!read_side(value_cache, value_scale, value_zero_point, call.value)) return false;
-  const at::Tensor key = with_channels_together(given_key);
-  const at::Tensor value = with_channels_together(given_value);
+  const at::Tensor key = channels_together(given_key);
+  const at::Tensor value = channels_together(given_value);
   if (key.dim() != 3 || value.sizes() != key.sizes()) return false;
   const auto key_from = read_tokens(key), value_from = read_tokens(value);
   if (!key_from || !value_from) return false;

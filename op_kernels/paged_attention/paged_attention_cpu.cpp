@@ -110,9 +110,7 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
   if (entries || key_cache.dim() != 4 || value_cache.sizes() != key_cache.sizes()) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return {};
   if (!read_side(value_cache, value_scale, value_zero_point, call.value)) return {};
-  const at::Tensor query = given_query.dim() == 3 && given_query.stride(2) != 1
-                               ? given_query.contiguous()
-                               : given_query;
+  const at::Tensor query = channels_together(given_query);
   const auto query_type = type_of(query);
   if (query.dim() != 3 || !query_type || *query_type == Type::INT8) return {};
   const int64_t tokens = query.size(0), num_blocks = key_cache.size(0);
@@ -161,8 +159,7 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     call.sink_stride = logits.stride(0);
   }
   if (score_bias) {
-    bias = score_bias->to(at::kFloat);
-    if (bias.dim() == 3 && bias.stride(2) != 1) bias = bias.contiguous();
+    bias = channels_together(score_bias->to(at::kFloat));
     if (!read_bias(bias, tokens, kv_lengths, call)) return {};
   }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,16 +121,20 @@ def _parameter(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__.rpartition("test_")[2] in NATIVE:
-        metafunc.fixturenames.append("implementation")
+    if operator_of(metafunc.module) in NATIVE:
         metafunc.parametrize("implementation", ["native", "reference"], indirect=True)
 
 
-@pytest.fixture
+def operator_of(module: ModuleType) -> str:
+    """What ``test_<operator>.py`` tests."""
+    return module.__name__.rpartition("test_")[2]
+
+
+@pytest.fixture(autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What serves the operator that the module tests: its own kernel, or the reference."""
-    name = request.module.__name__.rpartition("test_")[2]
-    which: str = getattr(request, "param", "native")
+    name = operator_of(request.module)
+    which: str = getattr(request, "param", "whatever is there")
     if which == "native" and not has_kernel(name, "cpu"):
         pytest.skip("the native CPU operators are not built here")
     if which == "reference":
@@ -151,12 +156,9 @@ def tables_for() -> Callable[..., tuple[Tensor, int]]:
 
 
 @pytest.fixture
-def opcheck(request: pytest.FixtureRequest) -> Callable[..., Any]:
+def opcheck(implementation: str) -> Callable[..., Any]:
     """torch's own check of schema, fake function and dispatch of an operator."""
-    which = "native"
-    if "implementation" in request.fixturenames:
-        which = request.getfixturevalue("implementation")
-    namespace = REFERENCE_NAMESPACE if which == "reference" else NAMESPACE
+    namespace = REFERENCE_NAMESPACE if implementation == "reference" else NAMESPACE
 
     def check(name: str, *args: Any, **kwargs: Any) -> None:
         torch.library.opcheck(operator(name, namespace), args, kwargs)
