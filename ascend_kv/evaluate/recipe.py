@@ -102,7 +102,7 @@ class SweepRecipe:
     """Decode throughput against batch."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    context_tokens: int = 184
+    context_tokens: int = 182
     steps: int = 8
     kv_cache_dtype: str = "int8"
 

@@ -42,8 +42,8 @@ class WorkloadRecipe:
     """How many requests, and how long."""
 
     requests: int = 64
-    prompt_tokens: LengthRecipe = LengthRecipe(mean=165)
-    output_tokens: LengthRecipe = LengthRecipe(mean=48, min=16)
+    prompt_tokens: LengthRecipe = LengthRecipe(mean=150)
+    output_tokens: LengthRecipe = LengthRecipe(mean=64, min=16)
     seed: int = 0
 
     def check(self, max_model_len: int) -> None:
