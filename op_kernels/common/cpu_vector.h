@@ -247,17 +247,22 @@ inline float largest(Vec v) {
 }
 inline float smallest(Vec v) { return -largest(-v); }
 
-// Lane l of the result is the sum of v[l]; v is overwritten. A tree, the same on every call.
-template <int D = LANES / 2>
-inline Vec sum_each(Vec* v) {
+// Lane l of the result joins all lanes of v[l], by `with`; v is overwritten. A tree, the same on
+// every call.
+template <int D = LANES / 2, class With>
+inline Vec join_each(Vec* v, With with) {
   if constexpr (D == 0) {
     return v[0];
   } else {
     for (int k = 0; k < D; ++k)
-      v[k] = lower<D>(v[k], v[k + D], Lanes{}) + upper<D>(v[k], v[k + D], Lanes{});
-    return sum_each<D / 2>(v);
+      v[k] = with(lower<D>(v[k], v[k + D], Lanes{}), upper<D>(v[k], v[k + D], Lanes{}));
+    return join_each<D / 2>(v, with);
   }
 }
+inline Vec sum_each(Vec* v) {
+  return join_each(v, [](Vec a, Vec b) { return a + b; });
+}
+inline Vec largest_each(Vec* v) { return join_each(v, larger); }
 
 // Lane i of v[k] and lane k of v[i] change places.
 template <int D = LANES / 2>

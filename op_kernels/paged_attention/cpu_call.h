@@ -17,8 +17,8 @@ namespace ascend_kv::cpu {
 // Up to so many rows read keys and values where they lie; more convert a tile once.
 constexpr int FEW_ROWS = 8;
 constexpr int MANY_ROWS = 96;
-// A sequence is cut along its keys only for want of other items.
-constexpr int64_t ITEMS_WANTED = 64;
+// A sequence is cut along its keys where it has few items otherwise.
+constexpr int64_t CHUNKS_WANTED = 64;
 constexpr int64_t CHUNK_TOKENS = 1024;
 
 struct Sequence {
@@ -113,22 +113,26 @@ inline Plan make_plan(const Call& call) {
         last = std::max(last, first);
       }
       const int64_t keys = last - first;
-      const int64_t wanted = std::max<int64_t>(1, ITEMS_WANTED / (tiles * call.kv_heads));
+      const int64_t wanted = std::max<int64_t>(1, CHUNKS_WANTED / tiles);
       const int64_t most = std::max<int64_t>(1, (keys + CHUNK_TOKENS - 1) / CHUNK_TOKENS);
       const int64_t chunks = std::min(wanted, most);
       const int64_t chunk = round_up(std::max<int64_t>(1, (keys + chunks - 1) / chunks), TILE);
       const int64_t count = std::max<int64_t>(1, (keys + chunk - 1) / chunk);
       const int64_t part = queries * group * part_row_floats(call);
-      for (int64_t n = 0; n < call.kv_heads; ++n) {
-        const auto row = static_cast<int32_t>(index), head = static_cast<int32_t>(n);
-        if (count > 1) plan.merges.push_back({row, head, low, queries, plan.part_floats, count});
-        for (int64_t c = 0; c < count; ++c) {
-          const int64_t begin = first + c * chunk, end = std::min(begin + chunk, last);
-          const int64_t where = count > 1 ? plan.part_floats : -1;
-          plan.items.push_back({row, head, low, queries, begin, end, where});
-          if (count > 1) plan.part_floats += part;
+      const auto row = static_cast<int32_t>(index);
+      for (int64_t n = 0; count > 1 && n < call.kv_heads; ++n) {
+        const int64_t where = plan.part_floats + n * count * part;
+        plan.merges.push_back({row, static_cast<int32_t>(n), low, queries, where, count});
+      }
+      // heads innermost: what they read lies side by side
+      for (int64_t c = 0; c < count; ++c) {
+        const int64_t begin = first + c * chunk, end = std::min(begin + chunk, last);
+        for (int64_t n = 0; n < call.kv_heads; ++n) {
+          const int64_t where = count > 1 ? plan.part_floats + (n * count + c) * part : -1;
+          plan.items.push_back({row, static_cast<int32_t>(n), low, queries, begin, end, where});
         }
       }
+      if (count > 1) plan.part_floats += call.kv_heads * count * part;
       plan.work += queries * call.heads * keys * call.dim;
     }
   }

@@ -33,7 +33,7 @@ inline const TypeKernels& kernels_of(Type type) {
 // Memory of a thread, kept from call to call.
 struct Scratch {
   std::vector<float> floats;
-  std::vector<RowState> states;
+  std::vector<std::pair<int64_t, int64_t>> seen;
 
   float* take(int64_t count) {
     if (static_cast<int64_t>(floats.size()) < count) floats.resize(count);
@@ -54,9 +54,9 @@ class ItemRun {
     rows_ = static_cast<int>(item.queries * call.group());
     few_ = rows_ <= FEW_ROWS && call.key.scale.kind != Parameter::GROUP &&
            call.value.scale.kind != Parameter::GROUP;
-    const int64_t rows = rows_, width = call.padded;
+    const int64_t rows = round_up(rows_, LANES), width = call.padded;
     float* next = scratch.take(
-        rows * (2 * width + TILE + 2) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
+        rows * (2 * width + TILE + 6) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
@@ -69,8 +69,12 @@ class ItemRun {
       values_ = carve(TILE * width);
       converted_ = carve(LANES * width);
     }
-    scratch.states.resize(rows_);
-    states_ = scratch.states.data();
+    states_ = {carve(rows), carve(rows), carve(rows), carve(rows)};
+    std::fill(states_.largest, states_.largest + rows, NOTHING);
+    std::fill(states_.total, states_.total + rows, 0.0f);
+    std::fill(states_.zero, states_.zero + rows, 0.0f);
+    scratch.seen.resize(rows_);
+    seen_ = scratch.seen.data();
   }
 
   // `parts`: where items that are one of several leave their sums.
@@ -109,7 +113,8 @@ class ItemRun {
   bool few_;
   float *query_, *sums_, *scores_, *query_sum_, *shift_, *bias_;
   float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
-  RowState* states_;
+  RowStates states_;
+  std::pair<int64_t, int64_t>* seen_;  // first and last position that a row sees
   TileTokens tokens_;
   TileRows tiles_[2];
   const TileRows *rows_at_ = nullptr, *upcoming_ = nullptr;
@@ -133,7 +138,7 @@ inline void ItemRun::load_queries() {
     const char* from =
         call_.query + token * call_.query_token + (head * group + r % group) * call_.query_head;
     const int64_t position = call_.position(sequence_, item_.query + r / group);
-    states_[r] = {call_.first_seen(position), call_.last_seen(position)};
+    seen_[r] = {call_.first_seen(position), call_.last_seen(position)};
     float* to = query_ + r * call_.padded;
     Vec total{};
     for_vectors(call_.dim, [&](int64_t c, int count) {
@@ -205,7 +210,7 @@ inline void ItemRun::read_tile(int64_t first) {
 }
 
 inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
-  int64_t low = states_[row].first_seen, high = states_[row].last_seen;
+  auto [low, high] = seen_[row];
   if (call_.key_positions) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     constexpr int64_t least = std::numeric_limits<int32_t>::min();
@@ -325,12 +330,18 @@ inline void ItemRun::run(float* parts) {
     const int count = count_from(first);
     read_tile(first);
     score();
-    for (int r = 0; r < rows_; ++r) {
-      const float kept = weigh_scores(
-          scores_ + r * TILE, tokens_, seen_by(r, first, count), query_sum_[r], shift_[r],
-          bias_of(r, first, count), states_[r]);
-      if (kept != 1.0f) scale_row(sums_ + r * width, width, kept);
+    for (int low = 0; low < rows_; low += LANES) {
+      weigh_scores(
+          scores_ + low * TILE, std::min(LANES, rows_ - low), tokens_,
+          [&](int r) { return seen_by(low + r, first, count); },
+          [&](int r) {
+            const float* bias = bias_of(low + r, first, count);
+            return RowShift{query_sum_[low + r], shift_[low + r], bias};
+          },
+          states_.from(low));
     }
+    for (int r = 0; r < rows_; ++r)
+      if (states_.kept[r] != 1.0f) scale_row(sums_ + r * width, width, states_.kept[r]);
     sum_values();
   }
   for (int r = 0; r < rows_; ++r) {
@@ -341,8 +352,8 @@ inline void ItemRun::run(float* parts) {
     }
     float* to = parts + item_.part + r * part_row_floats(call_);
     std::copy(sums_ + r * width, sums_ + (r + 1) * width, to);
-    to[width] = states_[r].largest, to[width + 1] = states_[r].total,
-    to[width + 2] = states_[r].zero;
+    to[width] = states_.largest[r], to[width + 1] = states_.total[r],
+    to[width + 2] = states_.zero[r];
   }
 }
 

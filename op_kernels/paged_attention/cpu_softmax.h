@@ -28,30 +28,41 @@ struct Seen {
   int32_t first = 0, last = 0;
 };
 
+// One row after all its tiles, or a part of them.
 struct RowState {
-  int64_t first_seen, last_seen;  // positions
   float largest = NOTHING;  // score
   float total = 0;          // of exp(score - largest)
   float zero = 0;           // of the same times the values' zero points
 };
 
-// Dot products become weights, in place. `sum` is the query's own sum (for zero points), `shift` a
-// constant of all its scores; `bias` is null or lies beside the scores. Returns what the sums so
-// far must be multiplied by.
-inline float weigh_scores(
-    float* scores, const TileTokens& tokens, const Seen& seen, float sum, float shift,
-    const float* bias, RowState& state) {
-  const int whole = static_cast<int>(round_up(tokens.count, LANES));
+// The same of many rows, whole vectors of them, and what their sums so far must be multiplied by.
+struct RowStates {
+  float *largest, *total, *zero, *kept;
+
+  RowState operator[](int r) const { return {largest[r], total[r], zero[r]}; }
+  RowStates from(int r) const { return {largest + r, total + r, zero + r, kept + r}; }
+};
+
+// What a row brings to its dot products: the query's own sum (for zero points), a constant of all
+// its scores, and a bias, null or beside the scores.
+struct RowShift {
+  float sum, constant;
+  const float* bias;
+};
+
+// Dot products of one row become scores, in place; the largest in each lane is returned.
+inline Vec shift_scores(
+    float* scores, const TileTokens& tokens, const Seen& seen, const RowShift& shift) {
   Ints lane;
   for (int l = 0; l < LANES; ++l) lane[l] = l;
   Vec most = broadcast(NOTHING);
-  for (int k = 0; k < whole; k += LANES) {
+  for (int k = 0; k < tokens.count; k += LANES) {
     Vec s = load(scores + k);
     if (tokens.has_key_scale) s = s * load(tokens.key_scale + k);
-    if (tokens.has_key_zero) s = fma(broadcast(sum), load(tokens.key_zero + k), s);
-    s = s + shift;
+    if (tokens.has_key_zero) s = fma(broadcast(shift.sum), load(tokens.key_zero + k), s);
+    s = s + shift.constant;
     const int left = tokens.count - k;
-    if (bias) s = s + load_at(bias, k, std::min(left, LANES));
+    if (shift.bias) s = s + load_at(shift.bias, k, std::min(left, LANES));
     if (!seen.all || left < LANES) {
       Ints hidden = lane >= left;
       if (!seen.all) {
@@ -63,22 +74,44 @@ inline float weigh_scores(
     write(scores + k, s);
     most = larger(s, most);
   }
-  const float largest_now = std::max(state.largest, largest(most));
-  // a tile of which nothing is seen leaves -inf: then every weight is exp(-inf) = 0
-  const float base = largest_now == NOTHING ? 0.0f : largest_now;
-  const float kept = state.largest == NOTHING ? 0.0f : exp_negative(state.largest - base);
-  state.largest = largest_now;
-  Vec total{}, zero{};
-  for (int k = 0; k < whole; k += LANES) {
+  return most;
+}
+
+// Scores of one row become weights, in place, times the values' scales.
+inline void weigh_row(
+    float* scores, const TileTokens& tokens, float base, Vec& total, Vec& zero) {
+  total = zero = Vec{};
+  for (int k = 0; k < tokens.count; k += LANES) {
     Vec p = exp_negative(load(scores + k) - base);
     total = total + p;
     if (tokens.has_value_zero) zero = fma(p, load(tokens.value_zero + k), zero);
     if (tokens.has_value_scale) p = p * load(tokens.value_scale + k);
     write(scores + k, p);
   }
-  state.total = state.total * kept + cpu::sum(total);
-  state.zero = state.zero * kept + cpu::sum(zero);
-  return kept;
+}
+
+// Dot products [rows, TILE] of up to LANES rows become weights, in place. `seen(r)` and `shift(r)`
+// are asked for each row.
+template <class SeenBy, class ShiftOf>
+inline void weigh_scores(
+    float* scores, int rows, const TileTokens& tokens, SeenBy&& seen, ShiftOf&& shift,
+    const RowStates& states) {
+  Vec lanes[LANES], zeros[LANES];
+  for (int r = 0; r < LANES; ++r)
+    lanes[r] = r < rows ? shift_scores(scores + r * TILE, tokens, seen(r), shift(r)) : Vec{};
+  const Vec before = load(states.largest);
+  const Vec largest = larger(largest_each(lanes), before);
+  // of a row that sees nothing yet the largest is -inf: every weight is then exp(-inf) = 0
+  const Vec base = largest == NOTHING ? Vec{} : largest;
+  const Vec kept = exp_negative(before - base);
+  for (int r = 0; r < LANES; ++r) {
+    lanes[r] = zeros[r] = Vec{};
+    if (r < rows) weigh_row(scores + r * TILE, tokens, base[r], lanes[r], zeros[r]);
+  }
+  store(states.largest, largest);
+  store(states.kept, kept);
+  store(states.total, load(states.total) * kept + sum_each(lanes));
+  if (tokens.has_value_zero) store(states.zero, load(states.zero) * kept + sum_each(zeros));
 }
 
 inline void scale_row(float* row, int64_t padded, float factor) {

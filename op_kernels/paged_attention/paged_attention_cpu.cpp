@@ -80,13 +80,17 @@ void run(const Call& call, const Plan& plan) {
                               : at::Tensor();
   float* parts = kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
   const auto items = static_cast<int64_t>(plan.items.size());
-  const int64_t threads = plan.work < SERIAL_WORK ? 1 : std::min<int64_t>(at::get_num_threads(), items);
+  const int64_t threads =
+      plan.work < SERIAL_WORK ? 1 : std::min<int64_t>(at::get_num_threads(), items);
+  // the heads of one range of keys to one thread, as long as that leaves each thread enough to do
+  const int64_t step = items >= 8 * threads * call.kv_heads ? call.kv_heads : 1;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     thread_local Scratch scratch;
     if (begin == end) return;
-    for (int64_t i = next++; i < items; i = next++)
-      ItemRun(call, plan.items[i], scratch).run(parts);
+    for (int64_t low = next.fetch_add(step); low < items; low = next.fetch_add(step))
+      for (int64_t i = low; i < std::min(low + step, items); ++i)
+        ItemRun(call, plan.items[i], scratch).run(parts);
   });
   const auto merges = static_cast<int64_t>(plan.merges.size());
   at::parallel_for(0, merges, 1, [&](int64_t begin, int64_t end) {
