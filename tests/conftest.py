@@ -23,11 +23,12 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with a reason, what this machine cannot run; look only if a test asks."""
-    for mark, find_reason in (("npu", _no_npu), ("network", _no_network)):
+    asked_for = config.getoption("markexpr")
+    for mark, find_reason in (("npu", _no_npu), ("network", _no_network), ("slow", _no_time)):
         marked = [item for item in items if item.get_closest_marker(mark)]
-        reason = find_reason() if marked else None
+        reason = find_reason() if marked and mark not in asked_for else None
         for item in marked:
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -37,6 +38,10 @@ def _no_npu() -> str | None:
     from ascend_kv.ops.platform import find_device
 
     return None if find_device() == "npu" else "no Ascend NPU with CANN and torch_npu here"
+
+
+def _no_time() -> str | None:
+    return None if os.environ.get("CI") else "takes minutes; run it with -m slow, or with CI set"
 
 
 def _no_network() -> str | None:

@@ -1,0 +1,283 @@
+"""Native CPU operators against their references: the same bytes, whatever the values and threads.
+
+What an operator computes is tested in ``tests/ops``, with either implementation. Here is what only
+the native ones could get wrong: bytes at the edges of formats and vectors, how work is cut, and
+what they hand to the references.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_as_good
+from kernel_harness import poison_some, random_values, same
+
+from ascend_kv import ops
+from ascend_kv.formats import FLOAT_DTYPES
+from ascend_kv.ops import platform
+from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
+
+Tensor = torch.Tensor
+GRANULARITIES = ("layer", "head", "token", "token_head", "channel", "group")
+
+pytestmark = pytest.mark.skipif(
+    platform.implementations("cpu")["paged_attention"] != "native",
+    reason="the native CPU operators are not built here",
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def both(name: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """What the native operator and the reference return."""
+    native, reference = operator(name), operator(name, REFERENCE_NAMESPACE)
+    return native(*arguments, **options), reference(*arguments, **options)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, poison: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + poison)
+    x = random_values(generator, shape, dtype)
+    return poison_some(generator, x) if poison else x
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("poison", [True, False])
+def test_quantize_and_back(
+    granularity: str, symmetric: bool, dtype: torch.dtype, poison: bool
+) -> None:
+    for shape in ((2, 3, 5, 40), (1, 2, 300, 64), (1, 1, 1, 1), (2, 1, 3, 77), (1, 4, 2, 130)):
+        group = 0 if granularity != "group" else max(1, shape[3] // 5)
+        if group and shape[3] % group:
+            continue
+        x = draw(shape, dtype, poison)
+        native, reference = both("kv_cache_quantize", x, granularity, symmetric, group_size=group)
+        for found, expected in zip(native, reference, strict=True):
+            same(found, expected)
+        for result in FLOAT_DTYPES:
+            same(*both("kv_cache_dequantize", *reference, group, result))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantize_with_given_scales(granularity: str, symmetric: bool) -> None:
+    group = 8 if granularity == "group" else 0
+    x = draw((2, 3, 5, 40), torch.float16, False)
+    _, scale, zero_point = operator("kv_cache_quantize")(
+        draw((2, 3, 5, 40), torch.float32, False), granularity, symmetric, group_size=group
+    )
+    given = (x, granularity, symmetric, scale, None if symmetric else zero_point, group)
+    for found, expected in zip(*both("kv_cache_quantize", *given), strict=True):
+        same(found, expected)
+
+
+def paged(granularity: str, symmetric: bool, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    blocks, heads, size, dim = shape
+    scale = {
+        "token_head": (blocks, heads, size),
+        "token": (blocks, 1, size),
+        "group": (blocks, heads, size, dim // 8),
+    }[granularity]
+    names = ("scale",) if symmetric else ("scale", "zero_point")
+    return {f"{s}_{n}": torch.full(scale, math.nan) for s in ("key", "value") for n in names}
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", ["token_head", "token", "group"])
+def test_store_and_load(granularity: str, symmetric: bool, dtype: torch.dtype) -> None:
+    shape = (9, 3, 24, 40)
+    key, value = (draw((50 + i, 3, 40), dtype, True)[:50] for i in range(2))
+    slots = torch.randperm(9 * 24)[:50]
+    slots[[3, 17]] = -1
+    written = []
+    for namespace in ("ascend_kv", REFERENCE_NAMESPACE):
+        caches = [torch.zeros(shape, dtype=torch.int8) for _ in range(2)]
+        scales = paged(granularity, symmetric, shape)
+        operator("kv_cache_store", namespace)(key, value, *caches, slots, **scales)
+        written.append([*caches, *scales.values()])
+    for found, expected in zip(*written, strict=True):
+        same(found, expected)
+    tables, lengths = torch.randperm(9).view(3, 3), [72, 0, 49]
+    for result in FLOAT_DTYPES:
+        loaded = both("kv_cache_load", *caches, tables, lengths, **scales, dtype=result)
+        for found, expected in zip(*loaded, strict=True):
+            same(found, expected)
+
+
+@pytest.mark.parametrize("stored", FLOAT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_store_unquantized(stored: torch.dtype, dtype: torch.dtype) -> None:
+    key, value = (draw((33 + i, 2, 77), dtype, True)[:33] for i in range(2))
+    slots = torch.randperm(5 * 16)[:33]
+    written = []
+    for namespace in ("ascend_kv", REFERENCE_NAMESPACE):
+        caches = [torch.zeros(5, 2, 16, 77, dtype=stored) for _ in range(2)]
+        operator("kv_cache_store", namespace)(key, value, *caches, slots)
+        written.append(caches)
+    for found, expected in zip(*written, strict=True):
+        same(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_slot_named_twice_holds_one_token_whole(
+    threads: Callable[[int], None], count: int
+) -> None:
+    threads(count)
+    tokens, slots = 4096, torch.randint(0, 32, (4096,))
+    key = torch.arange(1, tokens + 1).view(-1, 1, 1).expand(-1, 2, 64).float()
+    caches = [torch.zeros(2, 2, 16, 64, dtype=torch.int8) for _ in range(2)]
+    scales = paged("token_head", True, (2, 2, 16, 64))
+    ops.kv_cache_store(key, key, *caches, slots, **scales)
+    last = {int(slot): token + 1 for token, slot in enumerate(slots.tolist())}
+    for slot, number in last.items():
+        place = slot // 16, slice(None), slot % 16
+        assert torch.equal(scales["key_scale"][place], torch.full((2,), number / 127))
+        assert torch.equal(scales["value_scale"][place], torch.full((2,), number / 127))
+        assert caches[0][place].eq(127).all() and caches[1][place].eq(127).all()
+
+
+def attention_case(
+    dtype: torch.dtype, lengths: list[int], kv_heads: int = 2, dim: int = 40
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Caches, tables and scales of sequences in shuffled blocks of 16."""
+    counts = [-(-length // 16) for length in lengths]
+    shape = (sum(counts) + 1, kv_heads, 16, dim)
+    scales: dict[str, Tensor] = {}
+    if dtype is torch.int8:
+        caches = [torch.randint(-128, 128, shape, dtype=dtype) for _ in range(2)]
+        for side in ("key", "value"):
+            scales[f"{side}_scale"] = torch.rand(shape[:3]) * 0.02 + 0.005
+            scales[f"{side}_zero_point"] = torch.randn(shape[:3])
+    else:
+        caches = [torch.randn(shape).to(dtype) for _ in range(2)]
+    free = torch.randperm(shape[0]).tolist()
+    tables = torch.full((len(lengths), max(counts)), -1)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+    return [*caches, tables], scales
+
+
+# decodes, prefills and chunks; 2500 and 5000 tokens are cut into parts
+LENGTHS = [5000, 1, 2500, 64, 65, 300]
+QUERIES = [1, 1, 40, 64, 1, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, *FLOAT_DTYPES])
+@pytest.mark.parametrize("group", [1, 3, 9])
+def test_long_sequences_are_exact(dtype: torch.dtype, group: int) -> None:
+    tensors, scales = attention_case(dtype, LENGTHS)
+    query = torch.randn(sum(QUERIES), 2 * group, 40)
+    options = {**scales, "sinks": torch.randn(2 * group), "window": 4000}
+    call = (*tensors, QUERIES, LENGTHS)
+    exact = _attention(query.double(), *call, torch.float64, **options)
+    naive = _attention(query, *call, torch.float32, **options)
+    found = ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 40**-0.5, **options)
+    for result, truth, baseline in zip(found, exact, naive, strict=True):
+        assert_as_good(result, truth, baseline)
+
+
+def _attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    query_lengths: list[int],
+    kv_lengths: list[int],
+    dtype: torch.dtype,
+    *,
+    sinks: Tensor,
+    window: int,
+    **scales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attention by dense matrices, sequence by sequence."""
+    outputs, sums, start = [], [], 0
+    heads = query.shape[1]
+    for row, (queries, length) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
+        blocks = tables[row, : -(-length // 16)]
+        sides = []
+        for name, cache in (("key", key_cache), ("value", value_cache)):
+            values = cache[blocks].to(dtype)
+            if scales:
+                values = values * scales[f"{name}_scale"][blocks].to(dtype)[..., None]
+                values = values + scales[f"{name}_zero_point"][blocks].to(dtype)[..., None]
+            dense = values.transpose(0, 1).flatten(1, 2)[:, :length]
+            sides.append(dense.repeat_interleave(heads // dense.shape[0], 0))
+        part = query[start : start + queries].transpose(0, 1).to(dtype)
+        scores = part @ sides[0].mT * 40**-0.5
+        distance = torch.arange(length - queries, length)[:, None] - torch.arange(length)
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -math.inf)
+        sink = sinks.to(dtype)[:, None, None].expand(-1, queries, 1)
+        joined = torch.cat((scores, sink), -1)
+        outputs.append((joined.softmax(-1)[..., :-1] @ sides[1]).transpose(0, 1))
+        sums.append(joined.logsumexp(-1).transpose(0, 1))
+        start += queries
+    return torch.cat(outputs), torch.cat(sums)
+
+
+def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
+    tensors, scales = attention_case(torch.int8, LENGTHS)
+    query = torch.randn(sum(QUERIES), 6, 40)
+    x = torch.randn(2, 3, 700, 64)
+    gate, lengths = torch.randn(2000, 48), [900, 1100]
+    results: list[list[Tensor]] = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        found = [*ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales)]
+        found += ops.kv_cache_load(*tensors, LENGTHS, **scales)
+        for granularity in ("layer", "head", "token", "channel"):
+            found += ops.kv_cache_quantize(x, granularity, False)
+        found.append(ops.hca_compress(gate, gate.flip(0), lengths, 8, overlap=True))
+        results.append(found)
+    for others in results[1:]:
+        for one, other in zip(results[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+def test_a_sequence_does_not_notice_the_others(dtype: torch.dtype) -> None:
+    tensors, scales = attention_case(dtype, LENGTHS)
+    query = torch.randn(sum(QUERIES), 6, 40)
+    together, sums = ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales)
+    start = 0
+    for row, (queries, length) in enumerate(zip(QUERIES, LENGTHS, strict=True)):
+        part = slice(start, start + queries)
+        alone = (query[part], *tensors[:2], tensors[2][row : row + 1], [queries], [length], 0.2)
+        output, sum_alone = ops.paged_attention(*alone, **scales)
+        assert torch.equal(output, together[part]) and torch.equal(sum_alone, sums[part])
+        start += queries
+
+
+def test_what_is_not_served_goes_to_the_reference() -> None:
+    """Lists of entries, and caches whose channels do not lie side by side."""
+    tensors, scales = attention_case(torch.int8, [40, 33])
+    query = torch.randn(2, 4, 40)
+    entries = torch.tensor([[3, 39, -1], [0, 32, 7]], dtype=torch.int32)
+    call = (query, *tensors, [1, 1], [40, 33], 0.2)
+    for found, expected in zip(
+        *both("paged_attention", *call, **scales, entries=entries), strict=True
+    ):
+        assert torch.equal(found, expected)
+    turned = [x.mT.contiguous().mT for x in tensors[:2]]
+    assert turned[0].stride(3) != 1
+    plain = operator("paged_attention", REFERENCE_NAMESPACE)(*call, **scales)
+    found = ops.paged_attention(query, *turned, *call[3:], **scales)
+    assert torch.equal(found[0], plain[0])
+    slots = torch.tensor([3, 17])
+    stores: list[list[Tensor]] = []
+    for caches in (turned, tensors[:2]):
+        ops.kv_cache_store(query[:, :2], query[:, 2:], *caches, slots, **scales)
+        stores.append([*caches, *(x.clone() for x in scales.values())])
+    for one, other in zip(*stores, strict=True):
+        same(one, other)
