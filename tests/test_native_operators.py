@@ -226,6 +226,18 @@ def _attention(
     return torch.cat(outputs), torch.cat(sums)
 
 
+@pytest.mark.parametrize("hidden", [slice(0, 1500), slice(1500, 3000), slice(0, 3000)])
+def test_parts_of_which_nothing_is_seen(hidden: slice) -> None:
+    tensors, scales = attention_case(torch.float32, [3000], dim=64)
+    bias = torch.randn(2, 4, 3000)
+    bias[0, :, hidden] = -math.inf
+    call = (torch.randn(2, 4, 64), *tensors, [2], [3000], 0.125)
+    native, reference = both("paged_attention", *call, **scales, score_bias=bias)
+    for found, expected in zip(native, reference, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.isinf(native[1][0]).all() == (hidden == slice(0, 3000))
+
+
 def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
     tensors, scales = attention_case(torch.int8, LENGTHS)
     query = torch.randn(sum(QUERIES), 6, 40)
