@@ -89,6 +89,8 @@ def cpu_operators() -> dict[str, Any]:
     from torch.utils import cpp_extension
 
     features = cpu_features()
+    # where pip puts ninja, which compiles on all cores; without it setuptools compiles on one
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 
     class BuildOperators(cpp_extension.BuildExtension):
         """Compiles, and writes beside the library what it was compiled for."""

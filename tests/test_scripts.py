@@ -125,7 +125,7 @@ def test_recipe_sets_up_then_runs_the_bench_where_the_user_is(checkout: Checkout
 def test_torch_is_installed_before_what_depends_on_it(checkout: Checkout) -> None:
     checkout.run(RECIPE)
     tools, torch, what_torch_needs, package = checkout.installs
-    assert tools.endswith("pip setuptools")
+    assert tools.endswith("pip setuptools ninja")
     assert "--no-deps" in torch and torch.endswith("torch==2.13.0+cpu")
     constraints = checkout.folder / "tools/constraints.txt"
     # without it torch cannot be imported, and the native operators would not be built

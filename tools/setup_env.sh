@@ -135,8 +135,8 @@ setup_env() {
   wanted=$(fingerprint "$extras")
   is_usable "$asked_python" || make_venv
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-    say "[2/4] pip and setuptools, in the versions of tools/constraints.txt"
-    pip_install -c "$CONSTRAINTS" pip setuptools
+    say "[2/4] pip and what builds, in the versions of tools/constraints.txt"
+    pip_install -c "$CONSTRAINTS" pip setuptools ninja
     install_torch
     if has_cann; then
       # What the NPU kernels are built with, while the package is installed.
