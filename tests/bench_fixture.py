@@ -34,16 +34,16 @@ RECIPE: dict[str, Any] = {
     "max_model_len": 64,
     "max_num_batched_tokens": 48,
     "block_size": 4,
-    "budget": {"sequences": 3, "kv_cache_dtype": "float16"},
+    "budget": {"sequences": 3, "kv_cache_dtype": "16-bit"},
     "workload": {
         "requests": 16,
         "prompt_tokens": {"mean": 10, "sigma": 0.3, "min": 4, "max": 32},
         "output_tokens": {"mean": 20, "sigma": 0.3, "min": 4, "max": 32},
     },
     "schemes": [
-        {"name": "one", "allocator": "contiguous", "kv_cache_dtype": "float16"},
+        {"name": "one", "allocator": "contiguous", "kv_cache_dtype": "16-bit"},
         {"name": "two", "allocator": "contiguous", "kv_cache_dtype": "int8"},
-        {"name": "three", "allocator": "paged", "kv_cache_dtype": "float16"},
+        {"name": "three", "allocator": "paged", "kv_cache_dtype": "16-bit"},
         {"name": "four", "allocator": "paged", "kv_cache_dtype": "int8"},
         {"name": "five", "allocator": "paged", "kv_cache_dtype": "int8", "batch": "all"},
     ],
@@ -104,7 +104,7 @@ def make_result() -> BenchResult:
     """A finished result with every part, made up."""
     length = {"mean": 12, "sigma": 0.3, "min": 4, "max": 32}
     schemes = [
-        make_scheme("contiguous FP16", "contiguous", "float16", "planned", 50.0, 1.0),
+        make_scheme("contiguous 16-bit", "contiguous", "float16", "planned", 50.0, 1.0),
         make_scheme("paged INT8", "paged", "int8", "planned", 125.0, 2.5),
     ]
     return BenchResult(

@@ -19,8 +19,18 @@ from ascend_kv.evaluate import main_job
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.main_job import run_main_job
-from ascend_kv.evaluate.recipe import BenchRecipe, load_recipe
+from ascend_kv.evaluate.recipe import (
+    BenchRecipe,
+    PerplexityRecipe,
+    SampleRecipe,
+    SchemeRecipe,
+    SweepRecipe,
+    load_recipe,
+    with_real_formats,
+)
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
+from ascend_kv.ops.fused_attention import plan
+from ascend_kv.ops.fused_request import Request
 
 REPOSITORY = Path(__file__).parents[1]
 ELEMENTS = 3 * 2 * 8  # layers, KV heads and head_dim of the tiny model
@@ -136,6 +146,51 @@ def test_utilisation_is_that_of_the_allocator(schemes: dict[str, SchemeResult]) 
         assert len(timeline.seconds) == len(timeline.running) == len(timeline.utilisation)
         assert timeline.seconds == sorted(timeline.seconds)
         assert timeline.seconds[0] == 0 and timeline.seconds[-1] < measured.wall_seconds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_scheme_of_the_shipped_recipe_copies_the_cache_in_every_decode(dtype: str) -> None:
+    """Qwen2.5-7B on a 910B: a cache in another 16-bit type would, and be a handicapped baseline."""
+    recipe = load_recipe(REPOSITORY / "recipes" / "qwen_910b.yaml")
+    recipe = with_real_formats(recipe, dtype)
+    half = dtype if dtype != "float32" else "float16"
+    assert recipe.budget.kv_cache_dtype == half
+    assert recipe.perplexity.formats == (half, "int8")
+    stored = [scheme.kv_cache_dtype for scheme in recipe.schemes]
+    assert stored == [half, "int8", half, "int8", "int8"]
+    for name in stored:
+        scales = "token_head" if name == "int8" else "none"
+        request = Request(
+            query_dtype=getattr(torch, half),
+            cache_dtype=getattr(torch, name),
+            **{"num_heads": 28, "kv_heads": 4, "head_dim": 128, "softmax_scale": 128**-0.5},
+            **{"num_blocks": 200, "block_size": 128, "key": scales, "value": scales},
+            query_lengths=(1, 1),
+            kv_lengths=(300, 1024),
+        )
+        assert list(plan(request).routes) == ["decode: paged"], name
+
+
+def test_real_formats_everywhere() -> None:
+    recipe = BenchRecipe(
+        schemes=(SchemeRecipe("a", kv_cache_dtype="16-bit"), SchemeRecipe("b")),
+        sweep=SweepRecipe(kv_cache_dtype="16-bit"),
+        perplexity=PerplexityRecipe(formats=("16-bit", "bfloat16", "int8")),
+        samples=SampleRecipe(kv_cache_dtype="16-bit"),
+    )
+    real = with_real_formats(recipe, "bfloat16")
+    assert real.formats() == ["bfloat16", "int8", "bfloat16", "bfloat16", "int8", "bfloat16"]
+
+
+def test_a_bfloat16_model_is_compared_with_a_bfloat16_cache(model: Path, tmp_path: Path) -> None:
+    changes = {"dtype": "bfloat16", "planted_bias": {"texts": 0}, "samples": {}}
+    result = Run(model, load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))).result
+    shown = [scheme.kv_cache_dtype for scheme in result.schemes]
+    assert shown == ["bfloat16", "int8", "bfloat16", "int8", "int8"]
+    assert result.budget.kv_cache_dtype == "bfloat16"
+    assert result.recipe["schemes"][0]["kv_cache_dtype"] == "bfloat16"
+    assert result.perplexity is not None
+    assert [x.kv_cache_dtype for x in result.perplexity.formats] == ["bfloat16", "int8"]
 
 
 def test_ratios_and_factors(run: Run, schemes: dict[str, SchemeResult]) -> None:

@@ -68,14 +68,14 @@ def test_an_unfinished_report_can_be_written(tmp_path: Path) -> None:
 def test_markdown_shows_everything(tmp_path: Path) -> None:
     report.write_report(make_result(), tmp_path)
     text = (tmp_path / "report.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith("| paged INT8 | 7.5"))
+    row = next(line for line in text.splitlines() if line.startswith("| paged INT8 | int8 | 7.5"))
     assert row == (
-        "| paged INT8 | 7.5 (8) | 125.0 | 2.50x | 1.37 MiB | 96.0% | 3 | 1,234 "
+        "| paged INT8 | int8 | 7.5 (8) | 125.0 | 2.50x | 1.37 MiB | 96.0% | 3 | 1,234 "
         "| +0.080 % [-0.040, +0.200] |"
     )
-    assert "| contiguous FP16 | 7.5 (8) | 50.0 | 1.00x |" in text
+    assert "| contiguous 16-bit | float16 | 7.5 (8) | 50.0 | 1.00x |" in text
     assert "| paged INT8 | 8.5 | 11.2 | 8 | 7.5 | 8 | 1,440,000 | 1,440,000 |" in text
-    assert "| together | paged INT8 | contiguous FP16 | 2.50x |" in text
+    assert "| together | paged INT8 | contiguous 16-bit | 2.50x |" in text
     assert "| int8 | 12.5100 | +0.080 % [-0.040, +0.200] | pair scales | 9.0 |" in text
     assert "| unquantized | 8.250 | reference | 0.00% | 100.0% | keys as" in text
     assert "| INT8 as it is | 66.000 | +700.00 % | 75.00% | 25.0% | keys as" in text

@@ -25,7 +25,7 @@ from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
-from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.recipe import BenchRecipe, with_real_formats
 from ascend_kv.evaluate.results import (
     BenchResult,
     FormatPerplexity,
@@ -98,6 +98,7 @@ class _MainJob:
         self.device = platform.find_device() if recipe.device == "auto" else recipe.device
         platform.check_device(self.device)
         self.loaded = self._load()
+        self.recipe = recipe = with_real_formats(recipe, self.loaded.dtype)
         self.tokenizer = load_tokenizer(self.loaded.path)
         # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])

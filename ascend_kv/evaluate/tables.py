@@ -62,6 +62,7 @@ def scheme_table(result: BenchResult) -> TextTable:
         f"Throughput under one KV budget of {format_bytes(result.budget.bytes)} (measured)",
         (
             "scheme",
+            "cache",
             "batch, mean (peak)",
             "tokens/s",
             "ratio",
@@ -84,6 +85,7 @@ def _scheme_row(scheme: SchemeResult, quality: Perplexity | None) -> tuple[str, 
     measured = scheme.measured
     return (
         scheme.name,
+        scheme.kv_cache_dtype,
         f"{measured.batch_mean_busy:.1f} ({measured.batch_peak})",
         f"{measured.tokens_per_second:.1f}",
         f"{scheme.ratio_to_first:.2f}x",
