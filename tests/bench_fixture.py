@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import Machine
 from ascend_kv.evaluate.results import (
+    AttentionRoute,
     BenchResult,
     Budget,
     FormatPerplexity,
@@ -132,6 +133,10 @@ def make_result() -> BenchResult:
         ],
         samples=[Sample("Say | it", "float32", "one\ntwo", "int8", "one\nthree", 9, 4)],
         sweep=Sweep("int8", 216, [SweepPoint(1, 40.0, 0.025), SweepPoint(8, 130.0, 0.0615)]),
+        attention_routes=[
+            AttentionRoute("contiguous 16-bit", "decode: loaded (cache type)", 1200, "cache type"),
+            AttentionRoute("paged INT8", "decode: paged", 34, ""),
+        ],
         wall_seconds=80.0,
         complete=True,
     )  # fmt: skip

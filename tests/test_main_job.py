@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from bench_fixture import RECIPE, make_model_with_tokenizer, write_recipe
+from npu_stand_in import StandIn
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -29,7 +31,10 @@ from ascend_kv.evaluate.recipe import (
     with_real_formats,
 )
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
+from ascend_kv.integrations import attention
+from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_attention import plan
+from ascend_kv.ops.fused_execute import Route
 from ascend_kv.ops.fused_request import Request
 
 REPOSITORY = Path(__file__).parents[1]
@@ -163,8 +168,14 @@ def test_no_scheme_of_the_shipped_recipe_copies_the_cache_in_every_decode(dtype:
         request = Request(
             query_dtype=getattr(torch, half),
             cache_dtype=getattr(torch, name),
-            **{"num_heads": 28, "kv_heads": 4, "head_dim": 128, "softmax_scale": 128**-0.5},
-            **{"num_blocks": 200, "block_size": 128, "key": scales, "value": scales},
+            num_heads=28,
+            kv_heads=4,
+            head_dim=128,
+            num_blocks=200,
+            block_size=128,
+            softmax_scale=128**-0.5,
+            key=scales,
+            value=scales,
             query_lengths=(1, 1),
             kv_lengths=(300, 1024),
         )
@@ -282,9 +293,37 @@ def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
 
 def test_operators_and_machine_are_named(run: Run) -> None:
     assert {"kv_cache_store", "paged_attention"} <= run.result.operators.keys()
+    assert run.result.attention_routes == []
     machine = run.result.machine
     assert machine.device == "cpu" and machine.processor and machine.threads >= 1
     assert machine.versions.keys() >= {"python", "torch", "transformers", "ascend_kv"}
+
+
+def test_ways_of_attention_are_told_by_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator is replaced by one that goes through the fused attention's plan."""
+    library = StandIn()
+    attend = partial(fused_execute.attend, library)
+    monkeypatch.setattr(fused_execute, "routes_taken", taken := {"decode: paged": Route("", 7)})
+    monkeypatch.setattr(main_job.platform, "routes_taken", taken)
+    monkeypatch.setattr(attention.ops, "paged_attention", attend)
+    schemes = [{"name": name, "kv_cache_dtype": name} for name in ("float16", "float32")]
+    changes = {"schemes": schemes, "planted_bias": {"texts": 0}, "samples": {}}
+    left_out = {"sweep": {"batches": []}, "perplexity": RECIPE["perplexity"] | {"formats": []}}
+    path = write_recipe(tmp_path / "recipe.yaml", **changes, **left_out)
+    result = Run(model, load_recipe(path)).result
+    assert not library.calls  # the tiny model computes in float32
+    told = [(x.part, x.route) for x in result.attention_routes]
+    rules = "query type, head_dim"
+    for part in ("float16", "float32"):
+        assert (part, f"prefill: reference ({rules})") in told
+        assert (part, f"decode: reference ({rules})") in told
+    assert told[-1] == ("perplexity, float32", f"prefill: reference ({rules})")
+    assert ("float16", "decode: paged") not in told  # of an earlier run
+    chunks, layers, windows = 3, 3, 2  # 40 tokens, 16 at a time
+    assert result.attention_routes[-1].calls == chunks * layers * windows
+    assert "got torch.float32; legal: float16 or bfloat16" in result.attention_routes[0].reason
 
 
 def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:
