@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import Machine
 from ascend_kv.evaluate.results import (
+    AttentionRoute,
     BenchResult,
     Budget,
     FormatPerplexity,
@@ -34,16 +35,16 @@ RECIPE: dict[str, Any] = {
     "max_model_len": 64,
     "max_num_batched_tokens": 48,
     "block_size": 4,
-    "budget": {"sequences": 3, "kv_cache_dtype": "float16"},
+    "budget": {"sequences": 3, "kv_cache_dtype": "16-bit"},
     "workload": {
         "requests": 16,
         "prompt_tokens": {"mean": 10, "sigma": 0.3, "min": 4, "max": 32},
         "output_tokens": {"mean": 20, "sigma": 0.3, "min": 4, "max": 32},
     },
     "schemes": [
-        {"name": "one", "allocator": "contiguous", "kv_cache_dtype": "float16"},
+        {"name": "one", "allocator": "contiguous", "kv_cache_dtype": "16-bit"},
         {"name": "two", "allocator": "contiguous", "kv_cache_dtype": "int8"},
-        {"name": "three", "allocator": "paged", "kv_cache_dtype": "float16"},
+        {"name": "three", "allocator": "paged", "kv_cache_dtype": "16-bit"},
         {"name": "four", "allocator": "paged", "kv_cache_dtype": "int8"},
         {"name": "five", "allocator": "paged", "kv_cache_dtype": "int8", "batch": "all"},
     ],
@@ -104,7 +105,7 @@ def make_result() -> BenchResult:
     """A finished result with every part, made up."""
     length = {"mean": 12, "sigma": 0.3, "min": 4, "max": 32}
     schemes = [
-        make_scheme("contiguous FP16", "contiguous", "float16", "planned", 50.0, 1.0),
+        make_scheme("contiguous 16-bit", "contiguous", "float16", "planned", 50.0, 1.0),
         make_scheme("paged INT8", "paged", "int8", "planned", 125.0, 2.5),
     ]
     return BenchResult(
@@ -132,6 +133,10 @@ def make_result() -> BenchResult:
         ],
         samples=[Sample("Say | it", "float32", "one\ntwo", "int8", "one\nthree", 9, 4)],
         sweep=Sweep("int8", 216, [SweepPoint(1, 40.0, 0.025), SweepPoint(8, 130.0, 0.0615)]),
+        attention_routes=[
+            AttentionRoute("contiguous 16-bit", "decode: loaded (cache type)", 1200, "cache type"),
+            AttentionRoute("paged INT8", "decode: paged", 34, ""),
+        ],
         wall_seconds=80.0,
         complete=True,
     )  # fmt: skip

@@ -59,6 +59,7 @@ def test_a_machine_without_an_npu(bare: Path) -> None:
     assert finding("device").value.startswith("cpu")
     served = [found for found in doctor.examine() if found.name.endswith(" on cpu")]
     assert sum("kv_cache_store" in found.value for found in served) == 1
+    assert finding("CANN's attention").value == "not used: it is for the NPU"
     assert not [found for found in doctor.examine() if found.state == BROKEN]
 
 

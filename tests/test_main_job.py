@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from bench_fixture import RECIPE, make_model_with_tokenizer, write_recipe
+from npu_stand_in import StandIn
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -19,8 +21,21 @@ from ascend_kv.evaluate import main_job
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.main_job import run_main_job
-from ascend_kv.evaluate.recipe import BenchRecipe, load_recipe
+from ascend_kv.evaluate.recipe import (
+    BenchRecipe,
+    PerplexityRecipe,
+    SampleRecipe,
+    SchemeRecipe,
+    SweepRecipe,
+    load_recipe,
+    with_real_formats,
+)
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
+from ascend_kv.integrations import attention
+from ascend_kv.ops import fused_execute
+from ascend_kv.ops.fused_attention import plan
+from ascend_kv.ops.fused_execute import Route
+from ascend_kv.ops.fused_request import Request
 
 REPOSITORY = Path(__file__).parents[1]
 ELEMENTS = 3 * 2 * 8  # layers, KV heads and head_dim of the tiny model
@@ -138,6 +153,57 @@ def test_utilisation_is_that_of_the_allocator(schemes: dict[str, SchemeResult]) 
         assert timeline.seconds[0] == 0 and timeline.seconds[-1] < measured.wall_seconds
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_scheme_of_the_shipped_recipe_copies_the_cache_in_every_decode(dtype: str) -> None:
+    """Qwen2.5-7B on a 910B: a cache in another 16-bit type would, and be a handicapped baseline."""
+    recipe = load_recipe(REPOSITORY / "recipes" / "qwen_910b.yaml")
+    recipe = with_real_formats(recipe, dtype)
+    half = dtype if dtype != "float32" else "float16"
+    assert recipe.budget.kv_cache_dtype == half
+    assert recipe.perplexity.formats == (half, "int8")
+    stored = [scheme.kv_cache_dtype for scheme in recipe.schemes]
+    assert stored == [half, "int8", half, "int8", "int8"]
+    for name in stored:
+        scales = "token_head" if name == "int8" else "none"
+        request = Request(
+            query_dtype=getattr(torch, half),
+            cache_dtype=getattr(torch, name),
+            num_heads=28,
+            kv_heads=4,
+            head_dim=128,
+            num_blocks=200,
+            block_size=128,
+            softmax_scale=128**-0.5,
+            key=scales,
+            value=scales,
+            query_lengths=(1, 1),
+            kv_lengths=(300, 1024),
+        )
+        assert list(plan(request).routes) == ["decode: paged"], name
+
+
+def test_real_formats_everywhere() -> None:
+    recipe = BenchRecipe(
+        schemes=(SchemeRecipe("a", kv_cache_dtype="16-bit"), SchemeRecipe("b")),
+        sweep=SweepRecipe(kv_cache_dtype="16-bit"),
+        perplexity=PerplexityRecipe(formats=("16-bit", "bfloat16", "int8")),
+        samples=SampleRecipe(kv_cache_dtype="16-bit"),
+    )
+    real = with_real_formats(recipe, "bfloat16")
+    assert real.formats() == ["bfloat16", "int8", "bfloat16", "bfloat16", "int8", "bfloat16"]
+
+
+def test_a_bfloat16_model_is_compared_with_a_bfloat16_cache(model: Path, tmp_path: Path) -> None:
+    changes = {"dtype": "bfloat16", "planted_bias": {"texts": 0}, "samples": {}}
+    result = Run(model, load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))).result
+    shown = [scheme.kv_cache_dtype for scheme in result.schemes]
+    assert shown == ["bfloat16", "int8", "bfloat16", "int8", "int8"]
+    assert result.budget.kv_cache_dtype == "bfloat16"
+    assert result.recipe["schemes"][0]["kv_cache_dtype"] == "bfloat16"
+    assert result.perplexity is not None
+    assert [x.kv_cache_dtype for x in result.perplexity.formats] == ["bfloat16", "int8"]
+
+
 def test_ratios_and_factors(run: Run, schemes: dict[str, SchemeResult]) -> None:
     speed = {name: scheme.measured.tokens_per_second for name, scheme in schemes.items()}
     for name, scheme in schemes.items():
@@ -227,9 +293,37 @@ def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
 
 def test_operators_and_machine_are_named(run: Run) -> None:
     assert {"kv_cache_store", "paged_attention"} <= run.result.operators.keys()
+    assert run.result.attention_routes == []
     machine = run.result.machine
     assert machine.device == "cpu" and machine.processor and machine.threads >= 1
     assert machine.versions.keys() >= {"python", "torch", "transformers", "ascend_kv"}
+
+
+def test_ways_of_attention_are_told_by_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator is replaced by one that goes through the fused attention's plan."""
+    library = StandIn()
+    attend = partial(fused_execute.attend, library)
+    monkeypatch.setattr(fused_execute, "routes_taken", taken := {"decode: paged": Route("", 7)})
+    monkeypatch.setattr(main_job.platform, "routes_taken", taken)
+    monkeypatch.setattr(attention.ops, "paged_attention", attend)
+    schemes = [{"name": name, "kv_cache_dtype": name} for name in ("float16", "float32")]
+    changes = {"schemes": schemes, "planted_bias": {"texts": 0}, "samples": {}}
+    left_out = {"sweep": {"batches": []}, "perplexity": RECIPE["perplexity"] | {"formats": []}}
+    path = write_recipe(tmp_path / "recipe.yaml", **changes, **left_out)
+    result = Run(model, load_recipe(path)).result
+    assert not library.calls  # the tiny model computes in float32
+    told = [(x.part, x.route) for x in result.attention_routes]
+    rules = "query type, head_dim"
+    for part in ("float16", "float32"):
+        assert (part, f"prefill: reference ({rules})") in told
+        assert (part, f"decode: reference ({rules})") in told
+    assert told[-1] == ("perplexity, float32", f"prefill: reference ({rules})")
+    assert ("float16", "decode: paged") not in told  # of an earlier run
+    chunks, layers, windows = 3, 3, 2  # 40 tokens, 16 at a time
+    assert result.attention_routes[-1].calls == chunks * layers * windows
+    assert "got torch.float32; legal: float16 or bfloat16" in result.attention_routes[0].reason
 
 
 def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:

@@ -65,17 +65,25 @@ def test_an_unfinished_report_can_be_written(tmp_path: Path) -> None:
     assert "Unfinished" in (tmp_path / "report.md").read_text()
 
 
+def test_a_cpu_has_no_attention_routes(tmp_path: Path) -> None:
+    result = make_result()
+    result.attention_routes = []
+    report.write_report(result, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "fused attention: not used" in text and "fused attention read on" not in text
+
+
 def test_markdown_shows_everything(tmp_path: Path) -> None:
     report.write_report(make_result(), tmp_path)
     text = (tmp_path / "report.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith("| paged INT8 | 7.5"))
+    row = next(line for line in text.splitlines() if line.startswith("| paged INT8 | int8 | 7.5"))
     assert row == (
-        "| paged INT8 | 7.5 (8) | 125.0 | 2.50x | 1.37 MiB | 96.0% | 3 | 1,234 "
+        "| paged INT8 | int8 | 7.5 (8) | 125.0 | 2.50x | 1.37 MiB | 96.0% | 3 | 1,234 "
         "| +0.080 % [-0.040, +0.200] |"
     )
-    assert "| contiguous FP16 | 7.5 (8) | 50.0 | 1.00x |" in text
+    assert "| contiguous 16-bit | float16 | 7.5 (8) | 50.0 | 1.00x |" in text
     assert "| paged INT8 | 8.5 | 11.2 | 8 | 7.5 | 8 | 1,440,000 | 1,440,000 |" in text
-    assert "| together | paged INT8 | contiguous FP16 | 2.50x |" in text
+    assert "| together | paged INT8 | contiguous 16-bit | 2.50x |" in text
     assert "| int8 | 12.5100 | +0.080 % [-0.040, +0.200] | pair scales | 9.0 |" in text
     assert "| unquantized | 8.250 | reference | 0.00% | 100.0% | keys as" in text
     assert "| INT8 as it is | 66.000 | +700.00 % | 75.00% | 25.0% | keys as" in text
@@ -85,7 +93,9 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
     assert "mean 80 as drawn" in text and "some text (5,000 tokens)" in text
     assert "> one\n> three" in text and "4 of 9 tokens equal" in text
     assert "equal those of the geometry to the byte" in text
-    assert "kv_cache_store: reference" in text
+    assert "called them or not: kv_cache_store: reference. CANN's fused attention: see" in text
+    assert "| contiguous 16-bit | decode: loaded (cache type) | 1,200 | cache type |" in text
+    assert "| paged INT8 | decode: paged | 34 | - |" in text
     for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (tmp_path / name).read_bytes().startswith(PNG)
     assert text.count("![") == 3
@@ -93,7 +103,7 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
 
 def test_every_table_says_what_kind_of_figures_it_holds() -> None:
     titles = re.findall(r"^## (.*)$", report.markdown(make_result(), []), re.MULTILINE)
-    assert len(titles) == 7
+    assert len(titles) == 8
     for title in titles:
         assert re.search(r"\((measured|predicted)\b.*\)$", title), title
 

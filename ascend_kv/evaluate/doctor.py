@@ -296,9 +296,13 @@ def _operators(device: str) -> list[Finding]:
     from ascend_kv.ops import platform as device_platform
 
     served = device_platform.implementations(device)
-    return [
+    by_code = [
         Finding(f"{how} on {device}", OK, ", ".join(n for n, by in served.items() if by == how))
         for how in dict.fromkeys(served.values())
+    ]
+    return [
+        *by_code,
+        Finding("CANN's attention", OK, device_platform.describe_attention(device)),
     ]
 
 

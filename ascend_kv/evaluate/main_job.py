@@ -25,8 +25,9 @@ from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
-from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.recipe import BenchRecipe, with_real_formats
 from ascend_kv.evaluate.results import (
+    AttentionRoute,
     BenchResult,
     FormatPerplexity,
     ModelInfo,
@@ -82,7 +83,8 @@ def run_main_job(
         job.run_planted_bias,
         job.run_samples,
     ):
-        for _ in part():
+        for name in part():
+            job.note_routes(name)
             job.result.operators = platform.implementations(job.device)
             job.result.wall_seconds = time.perf_counter() - started
             save(job.result)
@@ -95,9 +97,11 @@ class _MainJob:
 
     def __init__(self, recipe: BenchRecipe, text: Text, quick: bool, log: Log) -> None:
         self.recipe, self.log = recipe, log
+        self.routes = platform.attention_routes()  # of earlier runs in this process
         self.device = platform.find_device() if recipe.device == "auto" else recipe.device
         platform.check_device(self.device)
         self.loaded = self._load()
+        self.recipe = recipe = with_real_formats(recipe, self.loaded.dtype)
         self.tokenizer = load_tokenizer(self.loaded.path)
         # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
@@ -166,8 +170,18 @@ class _MainJob:
             for scheme in self.recipe.schemes
         ]
 
-    def run_schemes(self) -> Iterator[None]:
-        """Serve the requests with every scheme."""
+    def note_routes(self, part: str) -> None:
+        """Add how attention went on the NPU since this was last called."""
+        before, self.routes = self.routes, platform.attention_routes()
+        for words, route in self.routes.items():
+            calls = route.calls - (before[words].calls if words in before else 0)
+            if calls:
+                self.result.attention_routes.append(
+                    AttentionRoute(part, words, calls, route.reason)
+                )
+
+    def run_schemes(self) -> Iterator[str]:
+        """Serve the requests with every scheme; as all parts, yields the name of what is done."""
         schemes = self.result.schemes
         for scheme, plan in zip(self.recipe.schemes, self.plans, strict=True):
             tokens = self.result.workload.generated_tokens
@@ -193,9 +207,9 @@ class _MainJob:
                 f"{scheme.name}: {measured.tokens_per_second:.1f} tokens/s, "
                 f"{measured.batch_mean_busy:.1f} sequences at once, {measured.wall_seconds:.0f} s"
             )
-            yield
+            yield scheme.name
 
-    def run_sweep(self) -> Iterator[None]:
+    def run_sweep(self) -> Iterator[str]:
         """Decode throughput against batch."""
         batches = self.recipe.sweep.batches
         if not batches:
@@ -204,9 +218,9 @@ class _MainJob:
             self.result.sweep = run_sweep(
                 self.recipe, self.loaded, self.block_size, self.token_ids, advance
             )
-        yield
+        yield "decode sweep"
 
-    def run_perplexity(self) -> Iterator[None]:
+    def run_perplexity(self) -> Iterator[str]:
         """Score the same windows of text with every format."""
         settings = self.recipe.perplexity
         # "auto" is the model's own type: the unquantized reference.
@@ -240,7 +254,7 @@ class _MainJob:
                 formats=formats,
             )
             self.log.say(f"perplexity with a {shown} cache: {formats[-1].perplexity:.4f}")
-            yield
+            yield f"perplexity, {shown}"
 
     def _scoring_llm(self, kv_cache_dtype: str) -> LLM:
         geometry, length = self.loaded.geometry, self.recipe.perplexity.window_tokens
@@ -265,22 +279,22 @@ class _MainJob:
                 llm.model, self.windows, self.block_size, settings.chunk_tokens, advance
             )
 
-    def run_planted_bias(self) -> Iterator[None]:
+    def run_planted_bias(self) -> Iterator[str]:
         """Score a small model with a large key bias, with and without key conditioning."""
         texts = self.recipe.planted_bias.texts
         if not texts:
             return
         with self.log.bar("planted key bias", len(CACHES), "caches") as advance:
             self.result.planted_bias = measure_planted_bias(texts, advance)
-        yield
+        yield "planted key bias"
 
-    def run_samples(self) -> Iterator[None]:
+    def run_samples(self) -> Iterator[str]:
         """Generate with an unquantized and a quantized cache."""
         with self.log.bar("samples", 2, "formats") as advance:
             self.result.samples = generate_samples(
                 self.recipe, self.loaded, self.tokenizer, self.block_size, advance
             )
-        yield
+        yield "samples"
 
 
 def _model_info(name: str, loaded: LoadedModel) -> ModelInfo:

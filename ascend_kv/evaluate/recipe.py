@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,13 @@ from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.workload import WorkloadRecipe
 from ascend_kv.geometry import FORMATS
 
+SIXTEEN_BIT = "16-bit"
+"""In a recipe: the model's own type if that has 16 bits, else float16 (``with_real_formats``).
+
+A cache in the type that the queries have is what an NPU's attention reads as it lies. In another
+it would be copied in every step, and whatever is compared with it would look too good.
+"""
+
 LEAST_CLUSTERS = 8
 """Fewer clusters would make the confidence interval meaningless."""
 
@@ -23,7 +30,7 @@ class BudgetRecipe:
     """The KV memory every scheme gets: what this many contiguous sequences of this type take."""
 
     sequences: int = 4
-    kv_cache_dtype: str = "float16"
+    kv_cache_dtype: str = SIXTEEN_BIT
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class SchemeRecipe:
 class PerplexityRecipe:
     """Which text is scored, and how the interval is made."""
 
-    formats: tuple[str, ...] = ("float16", "int8")
+    formats: tuple[str, ...] = (SIXTEEN_BIT, "int8")
     windows: int = 8
     window_tokens: int = 1024
     cluster_tokens: int = 128
@@ -144,8 +151,9 @@ class BenchRecipe:
         for name in ("max_model_len", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 2)
         _at_least("budget.sequences", self.budget.sequences, 1)
-        if self.budget.kv_cache_dtype not in FORMATS:
-            raise UsageError("budget.kv_cache_dtype", self.budget.kv_cache_dtype, FORMATS)
+        unquantized = (SIXTEEN_BIT, *FORMATS)
+        if self.budget.kv_cache_dtype not in unquantized:
+            raise UsageError("budget.kv_cache_dtype", self.budget.kv_cache_dtype, unquantized)
         self.workload.check(self.max_model_len)
         self._check_schemes()
         for batch in self.sweep.batches:
@@ -159,7 +167,7 @@ class BenchRecipe:
             raise UsageError("kv_cache_scales", None, "a file or checkpoint, with static scales")
         for kv_cache_dtype in self.formats():
             CacheConfig(
-                kv_cache_dtype=kv_cache_dtype,
+                kv_cache_dtype=_real_format(kv_cache_dtype, "auto"),
                 granularity=self.granularity,
                 symmetric=self.symmetric,
                 scale_type=self.scale_type,
@@ -187,6 +195,37 @@ class BenchRecipe:
             *self.perplexity.formats,
             self.samples.kv_cache_dtype,
         ]
+
+
+def with_real_formats(recipe: BenchRecipe, model_dtype: str) -> BenchRecipe:
+    """The recipe with the name of a type wherever it says ``16-bit``.
+
+    Args:
+        recipe: as it was read.
+        model_dtype: what the model computes in.
+    """
+
+    def real(kv_cache_dtype: str) -> str:
+        return _real_format(kv_cache_dtype, model_dtype)
+
+    formats = tuple(dict.fromkeys(map(real, recipe.perplexity.formats)))
+    return replace(
+        recipe,
+        budget=replace(recipe.budget, kv_cache_dtype=real(recipe.budget.kv_cache_dtype)),
+        schemes=tuple(
+            replace(scheme, kv_cache_dtype=real(scheme.kv_cache_dtype)) for scheme in recipe.schemes
+        ),
+        sweep=replace(recipe.sweep, kv_cache_dtype=real(recipe.sweep.kv_cache_dtype)),
+        perplexity=replace(recipe.perplexity, formats=formats),
+        samples=replace(recipe.samples, kv_cache_dtype=real(recipe.samples.kv_cache_dtype)),
+    )
+
+
+def _real_format(kv_cache_dtype: str, model_dtype: str) -> str:
+    if kv_cache_dtype != SIXTEEN_BIT:
+        return kv_cache_dtype
+    own = FORMATS.get(model_dtype)
+    return model_dtype if own is not None and own.value_bits == 16 else "float16"
 
 
 def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:

@@ -22,6 +22,7 @@ from ascend_kv.evaluate.tables import (
     factor_table,
     perplexity_table,
     planted_table,
+    routes_table,
     scheme_table,
     sweep_table,
 )
@@ -108,6 +109,8 @@ def _tables(result: BenchResult) -> list[TextTable]:
         tables.append(perplexity_table(result.perplexity))
     if result.planted_bias:
         tables.append(planted_table(result.planted_bias))
+    if result.attention_routes:
+        tables.append(routes_table(result.attention_routes))
     return tables
 
 
@@ -162,7 +165,11 @@ def _distribution(lengths: dict[str, float]) -> str:
 
 def _operators(result: BenchResult) -> str:
     served = ", ".join(f"{name}: {by}" for name, by in sorted(result.operators.items()))
-    return f"Operators were served by: {served}."
+    fused = "see its table" if result.attention_routes else "not used"
+    return (
+        f"Operators on this device, whether the run called them or not: {served}. "
+        f"CANN's fused attention: {fused}."
+    )
 
 
 def _markdown_table(table: TextTable) -> str:

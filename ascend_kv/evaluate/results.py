@@ -177,6 +177,19 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class AttentionRoute:
+    """One way that ``paged_attention`` went on an NPU in one part of the run."""
+
+    part: str
+    """A scheme's name, or that of another part."""
+    route: str
+    """``decode: paged``, ``decode: loaded (rule)``, ``prefill: reference (rule)`` and the like."""
+    calls: int
+    reason: str
+    """The rules of the device that the first of the calls broke; empty where paged."""
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """The model that ran."""
 
@@ -219,7 +232,7 @@ class BenchResult:
     quick: bool
     machine: Machine
     operators: dict[str, str]
-    """Which implementation served each operator."""
+    """Which implementation serves each operator on this device, called or not."""
     model: ModelInfo
     text: TextInfo
     budget: Budget
@@ -232,6 +245,8 @@ class BenchResult:
     planted_bias: list[PlantedRow] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     sweep: Sweep | None = None
+    attention_routes: list[AttentionRoute] = field(default_factory=list)
+    """How the NPU's fused attention was used; empty on a CPU, which has none."""
     wall_seconds: float = 0.0
     complete: bool = False
     """False while parts are missing: the job is running or has broken off."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ascend_kv.config import format_bytes
 from ascend_kv.evaluate.results import (
+    AttentionRoute,
     BenchResult,
     Perplexity,
     PlantedRow,
@@ -62,6 +63,7 @@ def scheme_table(result: BenchResult) -> TextTable:
         f"Throughput under one KV budget of {format_bytes(result.budget.bytes)} (measured)",
         (
             "scheme",
+            "cache",
             "batch, mean (peak)",
             "tokens/s",
             "ratio",
@@ -84,6 +86,7 @@ def _scheme_row(scheme: SchemeResult, quality: Perplexity | None) -> tuple[str, 
     measured = scheme.measured
     return (
         scheme.name,
+        scheme.kv_cache_dtype,
         f"{measured.batch_mean_busy:.1f} ({measured.batch_peak})",
         f"{measured.tokens_per_second:.1f}",
         f"{scheme.ratio_to_first:.2f}x",
@@ -208,6 +211,21 @@ def planted_table(rows: list[PlantedRow]) -> TextTable:
             "key bias is as large against the keys as in Qwen2.5. It writes its own text and every "
             "cache scores it. INT8 loses the small channels beside the bias; pair scaling and the "
             "offset give them back. Both are on where keys are quantized and the model needs them."
+        ],
+    )
+
+
+def routes_table(routes: list[AttentionRoute]) -> TextTable:
+    """What the NPU's fused attention read, and why where that is not the cache as it lies."""
+    return TextTable(
+        "What CANN's fused attention read on the NPU (measured: calls counted)",
+        ("part of the run", "route", "calls", "reason"),
+        [(x.part, x.route, f"{x.calls:,}", x.reason or "-") for x in routes],
+        [
+            "paged: the cache as it lies. loaded: keys and values were first copied out of the "
+            "cache, in every call. reference: the fused attention served nothing of the batch. "
+            "A throughput whose decodes were not paged is not that of the cache's format. "
+            "Calls of the warm-up are counted."
         ],
     )
 

@@ -148,14 +148,19 @@ class Plan:
         return self.fallbacks + tuple(x for call in self.calls for x in call.fallbacks)
 
     @property
-    def routes(self) -> tuple[str, ...]:
-        """What serves each part, with the rules for it; as few different ones as there are."""
+    def routes(self) -> dict[str, tuple[Fallback, ...]]:
+        """What serves each part, in as few different words as there are, and the rules for it.
+
+        A part that only the reference can serve takes the whole batch along.
+        """
         if self.fallbacks:
-            return tuple(f"{x.part}: reference ({x.rule})" for x in self.fallbacks)
-        return tuple(
-            f"{call.part}: {call.route}" + "".join(f" ({x.rule})" for x in call.fallbacks)
-            for call in self.calls
-        )
+            return {_route(self.fallbacks[0].part, "reference", self.fallbacks): self.fallbacks}
+        return {_route(x.part, x.route, x.fallbacks): x.fallbacks for x in self.calls}
+
+
+def _route(part: str, served_by: str, why: tuple[Fallback, ...]) -> str:
+    rules = ", ".join(fallback.rule for fallback in why)
+    return f"{part}: {served_by} ({rules})" if why else f"{part}: {served_by}"
 
 
 @lru_cache(maxsize=8)  # every layer of a step asks the same

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,23 @@ Tensors = Mapping[str, Tensor]
 
 logger = logging.getLogger(__name__)
 
-# How often each route was taken in this process, in the words of ``Plan.routes``.
-routes_taken: Counter[str] = Counter()
+
+@dataclass
+class Route:
+    """One way that calls of ``paged_attention`` went in this process.
+
+    Attributes:
+        reason: the rules that the first of them broke; empty where the paged cache was attended
+            to as it lies.
+        calls: how many went this way.
+    """
+
+    reason: str
+    calls: int = 0
+
+
+# By the words of ``Plan.routes``.
+routes_taken: dict[str, Route] = {}
 
 
 def execute(
@@ -157,11 +172,13 @@ def attend(
         tensors, query_lengths, kv_lengths, softmax_scale, causal=causal, window=window
     )
     chosen = plan(request)
-    if any(route not in routes_taken for route in chosen.routes):
-        for reason in chosen.reasons:
-            level = logging.WARNING if chosen.fallbacks else logging.INFO
-            logger.log(level, "paged_attention: %s", reason)
-    routes_taken.update(chosen.routes)
+    for words, why in chosen.routes.items():
+        if words not in routes_taken:
+            routes_taken[words] = Route("; ".join(map(str, why)))
+            for reason in why:
+                level = logging.WARNING if chosen.fallbacks else logging.INFO
+                logger.log(level, "paged_attention: %s", reason)
+        routes_taken[words].calls += 1
     if not chosen.fallbacks:
         return execute(chosen, tensors, library)
     reference = operator("paged_attention", REFERENCE_NAMESPACE)

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ import torch
 from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
-from ascend_kv.ops.fused_execute import attend, routes_taken
+from ascend_kv.ops.fused_execute import Route, attend, routes_taken
 from ascend_kv.ops.native import VARIABLE
 from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
 
@@ -34,6 +35,8 @@ _NOT_BUILT = (
     "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
     "pip install --no-build-isolation -e .)"
 )
+_FUSED = "CANN's fused attention"
+_UNTRIED = "tested against a stand-in of torch_npu only, never on an NPU"
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 # A library that is collected takes its kernels along.
@@ -98,7 +101,9 @@ def implementations(device: str | None = None) -> dict[str, str]:
     """For each operator what serves it on ``device``: ``native`` code or the ``reference``.
 
     Where native code handed calls to the reference, the reasons follow:
-    ``native; reference for scales by group of channels (12 calls)``.
+    ``native; reference for scales by group of channels (12 calls)``. On an NPU
+    ``paged_attention`` has CANN's fused attention, and the ways that its calls went follow:
+    ``CANN's fused attention; decode: paged (12 calls), prefill: loaded (prefill cache) (3 calls)``.
     """
     where = find_device() if device is None else device
     return {name: _implementation(name, where) for name in ops.__all__}
@@ -107,6 +112,9 @@ def implementations(device: str | None = None) -> dict[str, str]:
 def _implementation(name: str, device: str) -> str:
     if not has_kernel(name, device):
         return "reference"
+    if (name, device) == ("paged_attention", "npu"):
+        ways = [f"{words} ({way.calls} calls)" for words, way in attention_routes().items()]
+        return f"{_FUSED}; {', '.join(ways)}" if ways else _FUSED
     reasons = [f"{reason} ({count} calls)" for reason, count in handed_over(name, device).items()]
     return f"native; reference for {', '.join(reasons)}" if reasons else "native"
 
@@ -115,7 +123,8 @@ def register_npu_operators() -> bool:
     """Let the Ascend C kernels and CANN's fused attention serve the NPU, where torch_npu is loaded.
 
     It is called when the operators are imported, and when torch_npu is loaded after them; each
-    part happens once. Without torch_npu nothing happens.
+    part happens once. Nothing happens without torch_npu, nor with
+    ``ASCEND_KV_OPERATORS=reference``.
 
     Returns:
         Whether fused attention serves ``paged_attention``; ``implementations`` tells of the rest.
@@ -125,7 +134,7 @@ def register_npu_operators() -> bool:
             kernels and there are none.
     """
     library = sys.modules.get("torch_npu")
-    if library is None:
+    if library is None or _operators_wanted() == "reference":
         return False
     _load_kernels()
     return _register_attention(library)
@@ -136,12 +145,11 @@ def _operators_wanted() -> str:
 
 
 def _load_kernels() -> None:
-    wanted = _operators_wanted()
-    if wanted == "reference" or has_kernel("kv_cache_store", "npu"):
+    if has_kernel("kv_cache_store", "npu"):
         return
     found = importlib.util.find_spec(_NPU_LIBRARY)
     if found is None or found.origin is None:
-        if wanted == "native":
+        if _operators_wanted() == "native":
             raise RunError(f"{VARIABLE}=native, but {_NOT_BUILT}")
         return
     try:
@@ -160,6 +168,10 @@ def _register_attention(library: ModuleType) -> bool:
         return True
 
     def paged_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _say_once(
+            f"{_FUSED} serves paged_attention, which was {_UNTRIED}; "
+            f"{VARIABLE}=reference leaves it out"
+        )
         return attend(library, *args, **kwargs)
 
     kernels = torch.library.Library(NAMESPACE, "IMPL")
@@ -168,9 +180,24 @@ def _register_attention(library: ModuleType) -> bool:
     return True
 
 
-def attention_routes() -> dict[str, int]:
-    """How often ``paged_attention`` went which way on the NPU, with the reason where not paged."""
-    return dict(routes_taken)
+def attention_routes() -> dict[str, Route]:
+    """The ways that ``paged_attention`` went on the NPU, how often and why; none on a CPU.
+
+    By their names: ``decode: paged``, ``decode: loaded (cache type)`` for keys and values that
+    are copied out first, ``decode: reference (query type)``.
+    """
+    return {words: replace(route) for words, route in routes_taken.items()}
+
+
+def describe_attention(device: str) -> str:
+    """What serves ``paged_attention`` on a device that has CANN's fused attention, or has not."""
+    if device == "cpu":
+        return "not used: it is for the NPU"
+    if has_kernel("paged_attention", "npu"):
+        return f"serves paged_attention, {_UNTRIED}"
+    if _operators_wanted() == "reference":
+        return f"not used: {VARIABLE}=reference"
+    return f"not used: torch_npu has no {FUNCTION} or {FUNCTION_V2}"
 
 
 def _torch_npu() -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def attend(library: Any, cache: Any, query: Tensor, queries: list[int], **option
 def test_what_the_device_cannot_do_the_reference_does(
     cache_with: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_execute, "routes_taken", fused_execute.Counter())
+    monkeypatch.setattr(fused_execute, "routes_taken", {})
     queries, lengths = MIXED
     cache = int8_cache(cache_with, lengths, "token_head", "token_head")
     query = draw(queries, 4, 32, torch.float32)
@@ -154,11 +155,12 @@ def test_what_the_device_cannot_do_the_reference_does(
     assert library.calls == []
     (record,) = caplog.records
     assert "reference" in record.message and "float32" in record.message
-    assert list(fused_execute.routes_taken.values()) == [2]
+    (route,) = fused_execute.routes_taken.values()
+    assert route.calls == 2 and route.reason in record.message
 
 
 def test_the_whole_of_it(cache_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_execute, "routes_taken", fused_execute.Counter())
+    monkeypatch.setattr(fused_execute, "routes_taken", {})
     queries, lengths = MIXED
     cache = int8_cache(cache_with, lengths, "token_head", "token_head")
     query = draw(queries, 4, 32, torch.float16)
@@ -166,7 +168,18 @@ def test_the_whole_of_it(cache_with: Any, monkeypatch: pytest.MonkeyPatch) -> No
     run = Run(cache, query, queries, sinks=sinks, window=60)
     output, lse = attend(StandIn(), cache, query, queries, sinks=sinks, window=60, score_bias=None)
     assert torch.equal(output, run.output) and torch.equal(lse, run.lse)
-    assert dict(fused_execute.routes_taken) == dict.fromkeys(run.plan.routes, 1)
+    taken = fused_execute.routes_taken
+    assert (
+        taken.keys()
+        == run.plan.routes.keys()
+        == {
+            "decode: paged",
+            "prefill: loaded (prefill cache)",
+        }
+    )
+    assert [route.calls for route in taken.values()] == [1, 1]
+    assert "torch.int8" in taken["prefill: loaded (prefill cache)"].reason
+    assert not taken["decode: paged"].reason
 
 
 def blank(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
@@ -192,7 +205,8 @@ def test_nothing_waits_for_the_device(cache_with: Any, quantized: bool) -> None:
 
 
 ON_THE_NPU = """
-import sys, types
+import logging, sys, types
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
 sys.path.insert(0, "tests")
 import torch
 from npu_stand_in import StandIn
@@ -209,7 +223,8 @@ stand_in = sys.modules["torch_npu"] = StandIn()
 assert platform.register_npu_operators()
 assert has_kernel("paged_attention", "npu")
 assert platform.register_npu_operators(), "once is enough"
-assert platform.implementations("npu")["paged_attention"] == "native"
+assert platform.implementations("npu")["paged_attention"] == "CANN's fused attention"
+assert "stand-in" in platform.describe_attention("npu")
 
 # There is no such device here, so the dispatcher is told to take it.
 keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -228,14 +243,45 @@ output, lse = operator.redispatch(keys, *call)
 assert len(stand_in.calls) == 1, "the device takes no float32"
 reference = torch.ops.ascend_kv_reference.paged_attention.default
 assert torch.equal(output, reference(*call)[0])
-assert list(platform.attention_routes().values()) == [1, 1], platform.attention_routes()
+assert {words: x.calls for words, x in platform.attention_routes().items()} == {
+    "decode: paged": 1, "decode: reference (query type)": 1
+}
+assert platform.implementations("npu")["paged_attention"] == (
+    "CANN's fused attention; decode: paged (1 calls), decode: reference (query type) (1 calls)"
+)
+"""
+SWITCHED_OFF = """
+import sys
+sys.path.insert(0, "tests")
+from npu_stand_in import StandIn
+
+sys.modules["torch_npu"] = StandIn()
+from ascend_kv.ops import platform
+
+assert not platform.register_npu_operators()
+assert platform.implementations("npu")["paged_attention"] == "reference"
+assert platform.describe_attention("npu") == "not used: ASCEND_KV_OPERATORS=reference"
 """
 
 
-def test_registered_for_the_npu() -> None:
-    """In a process of its own, since a registration is for good."""
-    done = subprocess.run([sys.executable, "-c", ON_THE_NPU], capture_output=True, text=True)
+def in_a_process_of_its_own(script: str, wanted: str) -> str:
+    """What it says; a registration is for good."""
+    environment = {**os.environ, "ASCEND_KV_OPERATORS": wanted}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_registered_for_the_npu() -> None:
+    said = in_a_process_of_its_own(ON_THE_NPU, "auto")
+    assert said.count("fused attention serves paged_attention") == 1
+    assert "tested against a stand-in of torch_npu only" in said
+
+
+def test_references_by_name_switch_the_fused_attention_off() -> None:
+    in_a_process_of_its_own(SWITCHED_OFF, "reference")
 
 
 def test_loading_torch_npu_registers(monkeypatch: pytest.MonkeyPatch) -> None:
