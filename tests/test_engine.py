@@ -290,6 +290,9 @@ def test_n_continuations_draw_from_streams_of_their_own() -> None:
     engine.add_request("x", [1, 2], SamplingParams(n=2, temperature=50.0, seed=1, max_tokens=6))
     first, second = run(engine)["x"].outputs
     assert first.token_ids != second.token_ids
+    # nor does another seed begin where this one's second continuation did
+    engine.add_request("y", [1, 2], SamplingParams(n=1, temperature=50.0, seed=2, max_tokens=6))
+    assert run(engine)["y"].outputs[0].token_ids != second.token_ids
 
 
 @pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempted"])
@@ -336,6 +339,20 @@ def test_an_id_in_use_is_refused() -> None:
     engine.add_request("x", [1], greedy(3))
     with pytest.raises(UsageError, match="request_id"):
         engine.add_request("x", [1], greedy(3))
+
+
+def test_any_text_is_a_legal_id() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    for name, count in (("q#0", 1), ("q", 2), ("", 1), ("0", 2), ("1", 1)):
+        engine.add_request(name, [1, 2], SamplingParams(n=count, temperature=1e-5, max_tokens=5))
+    outputs = run(engine)
+    assert {name: len(output.outputs) for name, output in outputs.items()} == {
+        "q#0": 1, "q": 2, "": 1, "0": 2, "1": 1,
+    }  # fmt: skip
+    for output in outputs.values():
+        assert all(one.token_ids == expected([1, 2], 5) for one in output.outputs)
+    with pytest.raises(UsageError, match="request_id"):
+        engine.add_request(5, [1], greedy(3))  # type: ignore[arg-type]
 
 
 def test_abort_frees_running_and_waiting_requests() -> None:

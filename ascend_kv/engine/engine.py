@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -84,7 +85,9 @@ class Engine:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, _Group] = {}  # by the id of each continuation
+        # Continuations have keys of their own, so that any text is free to be a request's id.
+        self._keys = itertools.count()
+        self._group_of: dict[str, _Group] = {}  # by the key of each continuation
 
     def add_request(
         self,
@@ -95,12 +98,18 @@ class Engine:
     ) -> None:
         """Queue a request.
 
+        Args:
+            request_id: any text that no unfinished request has.
+            prompt_token_ids: the prompt.
+            params: how to choose tokens and when to stop.
+            prompt: its text, handed through to the outputs.
+
         Raises:
-            UsageError: the id is in use, the prompt is empty or too long, a token is not in the
+            UsageError: the id is no text or in use, the prompt is empty or too long, a token is not in the
                 vocabulary, or a stop string without a tokenizer; nothing has changed then.
         """
-        if request_id in self._groups:
-            raise UsageError("request_id", request_id, "an id that no unfinished request has")
+        if not isinstance(request_id, str) or request_id in self._groups:
+            raise UsageError("request_id", request_id, "a text that no unfinished request has")
         if params.stop_strings and self._tokenizer is None:
             legal = "stop_token_ids where there is no tokenizer (skip_tokenizer_init)"
             raise UsageError("stop", params.stop, legal)
@@ -110,7 +119,7 @@ class Engine:
         without = replace(params, prompt_logprobs=None)
         requests = [
             Request(
-                request_id if params.n == 1 else f"{request_id}#{index}",
+                str(next(self._keys)),
                 list(prompt_token_ids),
                 params if index == 0 else without,
                 self._eos_token_ids,
@@ -123,7 +132,7 @@ class Engine:
         group = self._groups[request_id] = _Group(request_id, prompt, requests)
         for request in requests:
             self.scheduler.add(request)
-            self._group_of[request.request_id] = group
+            self._group_of[request.key] = group
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End an unfinished request and free its blocks.
@@ -190,13 +199,13 @@ class Engine:
         for (request, start, stop), rows in zip(work, wanted, strict=True):
             token_ids += request.token_ids[start:stop]
             positions += range(start, stop)
-            slot_mapping += self._tables.write(request.request_id, start, stop)
+            slot_mapping += self._tables.write(request.key, start, stop)
             logits_indices += range(len(token_ids) - rows, len(token_ids))
         return Batch(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=[self._tables.table(item.request.request_id) for item in work],
+            block_tables=[self._tables.table(item.request.key) for item in work],
             query_lengths=[item.num_tokens for item in work],
             kv_lengths=[item.stop for item in work],
             logits_indices=logits_indices,
@@ -233,7 +242,7 @@ class Engine:
 
     def _collect(self, sampled: list[Request]) -> list[RequestOutput]:
         """One output for every group that has news."""
-        groups = {id(group): group for group in (self._group_of[r.request_id] for r in sampled)}
+        groups = {id(group): group for group in (self._group_of[r.key] for r in sampled)}
         for request in sampled:
             if request.status is Status.FINISHED:
                 self._forget(request)
@@ -257,7 +266,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self._sampler.forget(request)
-        del self._group_of[request.request_id]
+        del self._group_of[request.key]
 
     def _check_tokens(self, field: str, token_ids: Iterable[int]) -> None:
         if self._vocab_size is not None:

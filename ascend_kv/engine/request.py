@@ -23,11 +23,11 @@ class Status(Enum):
 class Request:
     """One continuation of one prompt.
 
-    ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
+    ``key`` names it inside the engine: tables and random streams are kept under it. ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
     ``num_tokens`` by one while decoding, by more in prefill, and goes to 0 at a preemption.
     """
 
-    request_id: str
+    key: str
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
@@ -35,7 +35,6 @@ class Request:
     tokenizer: Any = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_preemptions: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
