@@ -387,6 +387,55 @@ def test_a_poisoned_request_ends_with_an_error_and_the_others_go_on() -> None:
     assert outputs["good"].outputs[0].token_ids == expected([1, 2], 3)
 
 
+def test_a_step_that_fails_takes_its_own_requests_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = PagedTables(64, 4)
+    engine, model = make_engine(tables, max_num_seqs=2)
+    engine.add_request("a", [1, 2], greedy(9))
+    engine.add_request("pair", [3], SamplingParams(n=2, temperature=1e-5, max_tokens=9))
+    engine.add_request("later", [4, 5], greedy(9))
+    engine.step()  # "a" and one of the pair; the other one waits
+    with monkeypatch.context() as patch:
+
+        def fail(batch: Batch) -> torch.Tensor:
+            raise ValueError("NaN in the keys")
+
+        patch.setattr(model, "forward", fail)
+        with pytest.raises(ValueError, match="NaN in the keys"):
+            engine.step()
+    assert "its requests are given up: a, pair" in caplog.text
+    assert tables.stats().used_blocks == 0
+    engine.add_request("a", [6], greedy(3))  # the id is free again
+    outputs = run(engine)
+    assert set(outputs) == {"a", "later"}
+    assert outputs["later"].outputs[0].token_ids == expected([4, 5], 9)
+    assert outputs["a"].outputs[0].token_ids == expected([6], 3)
+    assert tables.stats().used_blocks == 0
+
+
+def test_a_tokenizer_that_fails_halfway_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = lettered()
+    engine.add_request("short", [1], greedy(1))  # finishes before the other one fails
+    engine.add_request("n", [2], greedy(5))
+    decode, calls = Letters.decode, []
+
+    def failing(self: Letters, ids: list[int], skip_special_tokens: bool = False) -> str:
+        calls.append(ids)
+        if len(calls) == 4:
+            raise RuntimeError("no such token")
+        return decode(self, ids, skip_special_tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Letters, "decode", failing)
+        with pytest.raises(RuntimeError, match="no such token"):
+            run(engine)
+    assert not engine.has_unfinished_requests()
+    assert run_one(engine, [3, 1, 4], greedy(5)).token_ids == expected([3, 1, 4], 5)
+
+
 def test_impossible_limits_are_refused() -> None:
     with pytest.raises(UsageError, match="max_num_batched_tokens"):
         make_engine(PagedTables(64, 4), enable_chunked_prefill=False)

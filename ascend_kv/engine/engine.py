@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from ascend_kv.engine.sampler import Sampler, token_logprobs
 from ascend_kv.engine.scheduler import Scheduler, Work
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -150,6 +153,10 @@ class Engine:
                 request.abort()
         return group.output()
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether an unfinished request has that id."""
+        return request_id in self._groups
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do."""
         return bool(self._groups)
@@ -160,6 +167,10 @@ class Engine:
 
         Returns:
             Every request that got a new token in this step, finished ones among them.
+
+        Raises:
+            Exception: what the model raised. The requests of this step are given up, named in
+                the log, and their blocks are free: the next step goes on with the others.
         """
         started = time.perf_counter()
         cached = {id(request): request.num_computed for request in self.scheduler.running}
@@ -168,13 +179,17 @@ class Engine:
             assert not self._groups, "requests are left, but none could be scheduled"
             return []
         wanted = [_wanted_rows(item) for item in schedule.work]
-        batch = self._batch(schedule.work, wanted)
-        cache = self._tables.stats()
-        model_started = time.perf_counter()
-        logits = self.model.forward(batch)
-        model_seconds = time.perf_counter() - model_started
-        sampled = self._advance(schedule.work, wanted, logits)
-        outputs = self._collect(sampled)
+        try:
+            batch = self._batch(schedule.work, wanted)
+            cache = self._tables.stats()
+            model_started = time.perf_counter()
+            logits = self.model.forward(batch)
+            model_seconds = time.perf_counter() - model_started
+            sampled = self._advance(schedule.work, wanted, logits)
+            outputs = self._collect(sampled)
+        except Exception:
+            self._give_up(schedule.work)
+            raise
         self.stats.record(
             StepRecord(
                 num_decodes=batch.num_decodes,
@@ -263,6 +278,20 @@ class Engine:
                     if place is not None and entry.decoded_token is None:
                         place[token] = replace(entry, decoded_token=self._tokenizer.decode([token]))
         return output
+
+    def _give_up(self, work: list[Work]) -> None:
+        """Drop the requests of a step that failed, wherever it stopped."""
+        keys = [item.request.key for item in work]
+        groups = {id(group): group for key in keys if (group := self._group_of.get(key))}
+        for group in groups.values():
+            self._groups.pop(group.request_id, None)
+            for request in group.requests:
+                if request.status is not Status.FINISHED:
+                    self.scheduler.remove(request)
+                self._sampler.forget(request)
+                self._group_of.pop(request.key, None)
+        ids = ", ".join(group.request_id for group in groups.values())
+        logger.error("a step failed; its requests are given up: %s", ids)
 
     def _forget(self, request: Request) -> None:
         self._sampler.forget(request)
