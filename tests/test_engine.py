@@ -198,6 +198,22 @@ def test_generation_ends_at_max_model_len_and_at_the_size_of_the_cache() -> None
         assert completion.finish_reason == "length"
 
 
+def test_none_for_max_tokens_and_stops() -> None:
+    engine, _ = lettered()
+    params = SamplingParams(temperature=0, max_tokens=None, min_tokens=3, stop=None,
+                            stop_token_ids=None)  # fmt: skip
+    assert params.stop_strings == params.stop_tokens == ()
+    completion = run_one(engine, [7] * 10, params)
+    assert len(completion.token_ids) == 64 - 10 and completion.finish_reason == "length"
+
+
+def test_what_are_no_params_is_refused() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    with pytest.raises(UsageError, match="sampling_params: got {'max_tokens': 3}"):
+        engine.add_request("x", [1], {"max_tokens": 3})  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests()
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

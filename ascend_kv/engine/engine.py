@@ -113,11 +113,13 @@ class Engine:
         """
         if not isinstance(request_id, str) or request_id in self._groups:
             raise UsageError("request_id", request_id, "a text that no unfinished request has")
+        if not isinstance(params, SamplingParams):
+            raise UsageError("sampling_params", params, "SamplingParams")
         if params.stop_strings and self._tokenizer is None:
             legal = "stop_token_ids where there is no tokenizer (skip_tokenizer_init)"
             raise UsageError("stop", params.stop, legal)
         self._check_tokens("prompt_token_ids", prompt_token_ids)
-        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check_tokens("stop_token_ids", params.stop_tokens)
         # Prompt log probabilities are the same for every continuation: the first computes them.
         without = replace(params, prompt_logprobs=None)
         requests = [

@@ -44,7 +44,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self._token_ids = list(self.prompt_token_ids)
-        own_stops = frozenset(self.params.stop_token_ids)
+        own_stops = frozenset(self.params.stop_tokens)
         self.stop_ids = own_stops if self.params.ignore_eos else own_stops | self.eos_token_ids
         self._detokenizer: Detokenizer | None = None
         if self.tokenizer is not None:
@@ -87,8 +87,8 @@ class Request:
             self._finish("stop", None if token_id in self.eos_token_ids else token_id)
         elif stopped is not None:
             self._finish("stop", stopped)
-        elif len(self.output_token_ids) >= self.params.max_tokens or (
-            self.num_tokens >= max_sequence_tokens
+        elif self.num_tokens >= max_sequence_tokens or (
+            len(self.output_token_ids) == self.params.max_tokens
         ):
             self._finish("length")
 
