@@ -16,9 +16,9 @@ from ascend_kv.engine.engine import Engine
 from ascend_kv.errors import UsageError
 
 
-def make() -> tuple[AsyncEngine, Engine, PagedTables]:
+def make(max_num_seqs: int = 8) -> tuple[AsyncEngine, Engine, PagedTables]:
     tables = PagedTables(64, 4)
-    config = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
     engine = Engine(SlotModel(tables), tables, config)
     return AsyncEngine(engine), engine, tables
 
@@ -109,6 +109,29 @@ def test_a_refused_request_raises_where_it_was_asked_for() -> None:
         return await collect(stream, "good", [5], 2)
 
     assert run(main())[-1] == expected([5], 2)
+
+
+def test_a_step_that_fails_is_heard_of_only_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, engine, tables = make(max_num_seqs=1)
+    forward = engine.model.forward
+
+    def fail(batch: Any) -> Any:
+        if 7 in batch.token_ids:
+            raise RuntimeError("device lost")
+        return forward(batch)
+
+    monkeypatch.setattr(engine.model, "forward", fail)
+
+    async def main() -> list[Any]:
+        names = [("bad", [7]), ("good", [5])]
+        return await asyncio.gather(
+            *(collect(stream, name, prompt, 3) for name, prompt in names), return_exceptions=True
+        )
+
+    bad, good = run(main())
+    assert str(bad) == "device lost"
+    assert good[-1] == expected([5], 3)
+    assert tables.stats().used_blocks == 0
 
 
 def test_a_failing_model_is_heard_of_by_everyone(monkeypatch: pytest.MonkeyPatch) -> None:

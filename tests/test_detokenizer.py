@@ -99,3 +99,25 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
         detokenizer.append(token)
     assert detokenizer.settled_text() == "text "
     assert Detokenizer(Bytes()).settled_text() == ""
+
+
+def test_what_is_shown_never_has_to_be_taken_back() -> None:
+    class Pieces:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(("a", "b", "ab", "ba", "", "aab")[token] for token in ids)
+
+    rng, met_some = random.Random(1), 0
+    for _ in range(2000):
+        strings = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))]
+        detokenizer = Detokenizer(Pieces(), True, strings, include_stop=rng.random() < 0.5)
+        free, shown = rng.randrange(4), ""
+        for number in range(12):
+            met = detokenizer.append(rng.randrange(6), stops=number >= free)
+            if met is not None:
+                detokenizer.truncate(met)
+                met_some += 1
+                break
+            assert detokenizer.settled_text().startswith(shown)
+            shown = detokenizer.settled_text()
+        assert detokenizer.text.startswith(shown)
+    assert 500 < met_some < 2000

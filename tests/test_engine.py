@@ -198,6 +198,22 @@ def test_generation_ends_at_max_model_len_and_at_the_size_of_the_cache() -> None
         assert completion.finish_reason == "length"
 
 
+def test_none_for_max_tokens_and_stops() -> None:
+    engine, _ = lettered()
+    params = SamplingParams(temperature=0, max_tokens=None, min_tokens=3, stop=None,
+                            stop_token_ids=None)  # fmt: skip
+    assert params.stop_strings == params.stop_tokens == ()
+    completion = run_one(engine, [7] * 10, params)
+    assert len(completion.token_ids) == 64 - 10 and completion.finish_reason == "length"
+
+
+def test_what_are_no_params_is_refused() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    with pytest.raises(UsageError, match="sampling_params: got {'max_tokens': 3}"):
+        engine.add_request("x", [1], {"max_tokens": 3})  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests()
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -290,6 +306,9 @@ def test_n_continuations_draw_from_streams_of_their_own() -> None:
     engine.add_request("x", [1, 2], SamplingParams(n=2, temperature=50.0, seed=1, max_tokens=6))
     first, second = run(engine)["x"].outputs
     assert first.token_ids != second.token_ids
+    # nor does another seed begin where this one's second continuation did
+    engine.add_request("y", [1, 2], SamplingParams(n=1, temperature=50.0, seed=2, max_tokens=6))
+    assert run(engine)["y"].outputs[0].token_ids != second.token_ids
 
 
 @pytest.mark.parametrize("num_blocks", [64, 11], ids=["roomy", "preempted"])
@@ -338,6 +357,20 @@ def test_an_id_in_use_is_refused() -> None:
         engine.add_request("x", [1], greedy(3))
 
 
+def test_any_text_is_a_legal_id() -> None:
+    engine, _ = make_engine(PagedTables(64, 4))
+    for name, count in (("q#0", 1), ("q", 2), ("", 1), ("0", 2), ("1", 1)):
+        engine.add_request(name, [1, 2], SamplingParams(n=count, temperature=1e-5, max_tokens=5))
+    outputs = run(engine)
+    assert {name: len(output.outputs) for name, output in outputs.items()} == {
+        "q#0": 1, "q": 2, "": 1, "0": 2, "1": 1,
+    }  # fmt: skip
+    for output in outputs.values():
+        assert all(one.token_ids == expected([1, 2], 5) for one in output.outputs)
+    with pytest.raises(UsageError, match="request_id"):
+        engine.add_request(5, [1], greedy(3))  # type: ignore[arg-type]
+
+
 def test_abort_frees_running_and_waiting_requests() -> None:
     tables = PagedTables(64, 4)
     engine, _ = make_engine(tables, max_num_seqs=1)
@@ -368,6 +401,55 @@ def test_a_poisoned_request_ends_with_an_error_and_the_others_go_on() -> None:
     assert outputs["bad"].outputs[0].token_ids == []
     assert outputs["good"].error is None
     assert outputs["good"].outputs[0].token_ids == expected([1, 2], 3)
+
+
+def test_a_step_that_fails_takes_its_own_requests_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = PagedTables(64, 4)
+    engine, model = make_engine(tables, max_num_seqs=2)
+    engine.add_request("a", [1, 2], greedy(9))
+    engine.add_request("pair", [3], SamplingParams(n=2, temperature=1e-5, max_tokens=9))
+    engine.add_request("later", [4, 5], greedy(9))
+    engine.step()  # "a" and one of the pair; the other one waits
+    with monkeypatch.context() as patch:
+
+        def fail(batch: Batch) -> torch.Tensor:
+            raise ValueError("NaN in the keys")
+
+        patch.setattr(model, "forward", fail)
+        with pytest.raises(ValueError, match="NaN in the keys"):
+            engine.step()
+    assert "its requests are given up: a, pair" in caplog.text
+    assert tables.stats().used_blocks == 0
+    engine.add_request("a", [6], greedy(3))  # the id is free again
+    outputs = run(engine)
+    assert set(outputs) == {"a", "later"}
+    assert outputs["later"].outputs[0].token_ids == expected([4, 5], 9)
+    assert outputs["a"].outputs[0].token_ids == expected([6], 3)
+    assert tables.stats().used_blocks == 0
+
+
+def test_a_tokenizer_that_fails_halfway_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = lettered()
+    engine.add_request("short", [1], greedy(1))  # finishes before the other one fails
+    engine.add_request("n", [2], greedy(5))
+    decode, calls = Letters.decode, []
+
+    def failing(self: Letters, ids: list[int], skip_special_tokens: bool = False) -> str:
+        calls.append(ids)
+        if len(calls) == 4:
+            raise RuntimeError("no such token")
+        return decode(self, ids, skip_special_tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Letters, "decode", failing)
+        with pytest.raises(RuntimeError, match="no such token"):
+            run(engine)
+    assert not engine.has_unfinished_requests()
+    assert run_one(engine, [3, 1, 4], greedy(5)).token_ids == expected([3, 1, 4], 5)
 
 
 def test_impossible_limits_are_refused() -> None:

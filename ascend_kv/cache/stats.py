@@ -20,17 +20,7 @@ class CacheStats(NamedTuple):
     """Sequences that hold at least one block."""
 
     @property
-    def usage(self) -> float:
-        """Share of the blocks that are held, 0 to 1."""
-        return self.used_blocks / self.num_blocks
-
-    @property
     def utilisation(self) -> float:
         """Share of the held token slots that hold a token, 0 to 1; 1 when none is held."""
         held_tokens = self.used_blocks * self.block_size
         return self.used_tokens / held_tokens if held_tokens else 1.0
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of the held token slots that are wasted, 0 to 1."""
-        return 1.0 - self.utilisation

@@ -85,9 +85,7 @@ class AsyncEngine:
             try:
                 outputs = await self._step()
             except Exception as error:  # nobody else will hear of it
-                for stream in self._streams.values():
-                    stream.put_nowait(error)
-                self._drop_streams()
+                self._report(error)
                 continue
             for output in outputs:
                 if output.request_id in self._streams:
@@ -102,6 +100,16 @@ class AsyncEngine:
         except asyncio.CancelledError:
             wait([step])  # whoever comes next finds the engine between two steps
             raise
+
+    def _report(self, error: Exception) -> None:
+        """Tell the readers of the requests that the engine gave up in a step that failed."""
+        lost = [name for name in self._streams if not self._engine.has_request(name)]
+        for request_id in lost:
+            self._streams.pop(request_id).put_nowait(error)
+        if not lost:  # it did not come as far as that, so no later step will do better
+            for stream in self._streams.values():
+                stream.put_nowait(error)
+            self._drop_streams()
 
     def _grant_wishes(self) -> None:
         while self._wishes:

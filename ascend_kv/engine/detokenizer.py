@@ -61,7 +61,7 @@ class Detokenizer:
     def settled_text(self) -> str:
         """The text without an end that may still turn out to be part of a stop string."""
         held = max((len(string) for string in self._stop_strings), default=1) - 1
-        return self.text[: len(self.text) - held] if held else self.text
+        return self.text[: max(0, len(self.text) - held)]
 
     def truncate(self, stop: Stop) -> None:
         """Cut the text where a stop string says."""

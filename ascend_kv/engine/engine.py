@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +21,8 @@ from ascend_kv.engine.sampler import Sampler, token_logprobs
 from ascend_kv.engine.scheduler import Scheduler, Work
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -84,7 +88,9 @@ class Engine:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, _Group] = {}  # by the id of each continuation
+        # Continuations have keys of their own, so that any text is free to be a request's id.
+        self._keys = itertools.count()
+        self._group_of: dict[str, _Group] = {}  # by the key of each continuation
 
     def add_request(
         self,
@@ -95,22 +101,30 @@ class Engine:
     ) -> None:
         """Queue a request.
 
+        Args:
+            request_id: any text that no unfinished request has.
+            prompt_token_ids: the prompt.
+            params: how to choose tokens and when to stop.
+            prompt: its text, handed through to the outputs.
+
         Raises:
-            UsageError: the id is in use, the prompt is empty or too long, a token is not in the
+            UsageError: the id is no text or in use, the prompt is empty or too long, a token is not in the
                 vocabulary, or a stop string without a tokenizer; nothing has changed then.
         """
-        if request_id in self._groups:
-            raise UsageError("request_id", request_id, "an id that no unfinished request has")
+        if not isinstance(request_id, str) or request_id in self._groups:
+            raise UsageError("request_id", request_id, "a text that no unfinished request has")
+        if not isinstance(params, SamplingParams):
+            raise UsageError("sampling_params", params, "SamplingParams")
         if params.stop_strings and self._tokenizer is None:
             legal = "stop_token_ids where there is no tokenizer (skip_tokenizer_init)"
             raise UsageError("stop", params.stop, legal)
         self._check_tokens("prompt_token_ids", prompt_token_ids)
-        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check_tokens("stop_token_ids", params.stop_tokens)
         # Prompt log probabilities are the same for every continuation: the first computes them.
         without = replace(params, prompt_logprobs=None)
         requests = [
             Request(
-                request_id if params.n == 1 else f"{request_id}#{index}",
+                str(next(self._keys)),
                 list(prompt_token_ids),
                 params if index == 0 else without,
                 self._eos_token_ids,
@@ -123,7 +137,7 @@ class Engine:
         group = self._groups[request_id] = _Group(request_id, prompt, requests)
         for request in requests:
             self.scheduler.add(request)
-            self._group_of[request.request_id] = group
+            self._group_of[request.key] = group
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End an unfinished request and free its blocks.
@@ -141,6 +155,10 @@ class Engine:
                 request.abort()
         return group.output()
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether an unfinished request has that id."""
+        return request_id in self._groups
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do."""
         return bool(self._groups)
@@ -151,6 +169,10 @@ class Engine:
 
         Returns:
             Every request that got a new token in this step, finished ones among them.
+
+        Raises:
+            Exception: what the model raised. The requests of this step are given up, named in
+                the log, and their blocks are free: the next step goes on with the others.
         """
         started = time.perf_counter()
         cached = {id(request): request.num_computed for request in self.scheduler.running}
@@ -159,13 +181,17 @@ class Engine:
             assert not self._groups, "requests are left, but none could be scheduled"
             return []
         wanted = [_wanted_rows(item) for item in schedule.work]
-        batch = self._batch(schedule.work, wanted)
-        cache = self._tables.stats()
-        model_started = time.perf_counter()
-        logits = self.model.forward(batch)
-        model_seconds = time.perf_counter() - model_started
-        sampled = self._advance(schedule.work, wanted, logits)
-        outputs = self._collect(sampled)
+        try:
+            batch = self._batch(schedule.work, wanted)
+            cache = self._tables.stats()
+            model_started = time.perf_counter()
+            logits = self.model.forward(batch)
+            model_seconds = time.perf_counter() - model_started
+            sampled = self._advance(schedule.work, wanted, logits)
+            outputs = self._collect(sampled)
+        except Exception:
+            self._give_up(schedule.work)
+            raise
         self.stats.record(
             StepRecord(
                 num_decodes=batch.num_decodes,
@@ -190,13 +216,13 @@ class Engine:
         for (request, start, stop), rows in zip(work, wanted, strict=True):
             token_ids += request.token_ids[start:stop]
             positions += range(start, stop)
-            slot_mapping += self._tables.write(request.request_id, start, stop)
+            slot_mapping += self._tables.write(request.key, start, stop)
             logits_indices += range(len(token_ids) - rows, len(token_ids))
         return Batch(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=[self._tables.table(item.request.request_id) for item in work],
+            block_tables=[self._tables.table(item.request.key) for item in work],
             query_lengths=[item.num_tokens for item in work],
             kv_lengths=[item.stop for item in work],
             logits_indices=logits_indices,
@@ -233,7 +259,7 @@ class Engine:
 
     def _collect(self, sampled: list[Request]) -> list[RequestOutput]:
         """One output for every group that has news."""
-        groups = {id(group): group for group in (self._group_of[r.request_id] for r in sampled)}
+        groups = {id(group): group for group in (self._group_of[r.key] for r in sampled)}
         for request in sampled:
             if request.status is Status.FINISHED:
                 self._forget(request)
@@ -255,9 +281,23 @@ class Engine:
                         place[token] = replace(entry, decoded_token=self._tokenizer.decode([token]))
         return output
 
+    def _give_up(self, work: list[Work]) -> None:
+        """Drop the requests of a step that failed, wherever it stopped."""
+        keys = [item.request.key for item in work]
+        groups = {id(group): group for key in keys if (group := self._group_of.get(key))}
+        for group in groups.values():
+            self._groups.pop(group.request_id, None)
+            for request in group.requests:
+                if request.status is not Status.FINISHED:
+                    self.scheduler.remove(request)
+                self._sampler.forget(request)
+                self._group_of.pop(request.key, None)
+        ids = ", ".join(group.request_id for group in groups.values())
+        logger.error("a step failed; its requests are given up: %s", ids)
+
     def _forget(self, request: Request) -> None:
         self._sampler.forget(request)
-        del self._group_of[request.request_id]
+        del self._group_of[request.key]
 
     def _check_tokens(self, field: str, token_ids: Iterable[int]) -> None:
         if self._vocab_size is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ascend_kv.errors import UsageError
@@ -13,6 +13,7 @@ LEAST_TEMPERATURE = 1e-5
 
 MOST_LOGPROBS = 1024
 _PENALTIES = ("frequency_penalty", "presence_penalty")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_PENALTIES)
 
 
@@ -25,7 +26,7 @@ class SamplingParams:
 
     Attributes:
         n: continuations of one prompt, each with a random stream of its own.
-        max_tokens: most tokens to generate, 1 or more.
+        max_tokens: most tokens to generate, 1 or more; None: as many as ``max_model_len`` allows.
         min_tokens: no stop token is chosen and no stop string counts before so many.
         temperature: 0 is greedy; logits are divided by it otherwise.
         top_p: keep the smallest set of tokens whose probability reaches this, (0, 1].
@@ -37,8 +38,8 @@ class SamplingParams:
         presence_penalty: taken off once if it was generated at all, -2 to 2.
         seed: makes this request's tokens repeatable, whatever else is in the batch.
         ignore_eos: go on after an end-of-sequence token.
-        stop: strings that end the generation wherever they appear, across tokens too.
-        stop_token_ids: further tokens that end the generation.
+        stop: strings that end the generation wherever they appear, across tokens too; None as ().
+        stop_token_ids: further tokens that end the generation; None as ().
         include_stop_str_in_output: whether ``text`` keeps the stop string.
         skip_special_tokens: whether ``text`` leaves special tokens out.
         logprobs: log probabilities of the chosen token and of the likeliest so many, computed
@@ -50,7 +51,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -61,8 +62,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
@@ -70,7 +71,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1)
-        _whole("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _whole("top_k", self.top_k, -1)
         for name in _NUMBERS:
@@ -94,13 +96,29 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MOST_LOGPROBS)
-        if not all(isinstance(text, str) and text for text in self.stop_strings):
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(name, getattr(self, name), "True, False")
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        strings, tokens = self.stop, self.stop_token_ids
+        if isinstance(strings, str):
+            strings = (strings,)
+        if not _all(strings, lambda text: isinstance(text, str) and text != ""):
             raise UsageError("stop", self.stop, "a text, or a list of texts, none of them empty")
+        if not _all(tokens, lambda token: type(token) is int):
+            raise UsageError("stop_token_ids", tokens, "a list of integers")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """``stop_token_ids`` as a tuple."""
+        return tuple(self.stop_token_ids or ())
 
     @property
     def greedy(self) -> bool:
@@ -116,6 +134,13 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.presence_penalty != 0
         )
+
+
+def _all(items: object, fits: Callable[[object], bool]) -> bool:
+    """Whether ``items`` is None or a list of nothing but what fits."""
+    return items is None or (
+        isinstance(items, Sequence) and not isinstance(items, str) and all(map(fits, items))
+    )
 
 
 def _whole(name: str, value: object, least: int, most: int | None = None) -> None:

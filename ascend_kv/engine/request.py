@@ -23,11 +23,11 @@ class Status(Enum):
 class Request:
     """One continuation of one prompt.
 
-    ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
+    ``key`` names it inside the engine: tables and random streams are kept under it. ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
     ``num_tokens`` by one while decoding, by more in prefill, and goes to 0 at a preemption.
     """
 
-    request_id: str
+    key: str
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
@@ -35,7 +35,6 @@ class Request:
     tokenizer: Any = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_preemptions: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -45,7 +44,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self._token_ids = list(self.prompt_token_ids)
-        own_stops = frozenset(self.params.stop_token_ids)
+        own_stops = frozenset(self.params.stop_tokens)
         self.stop_ids = own_stops if self.params.ignore_eos else own_stops | self.eos_token_ids
         self._detokenizer: Detokenizer | None = None
         if self.tokenizer is not None:
@@ -88,8 +87,8 @@ class Request:
             self._finish("stop", None if token_id in self.eos_token_ids else token_id)
         elif stopped is not None:
             self._finish("stop", stopped)
-        elif len(self.output_token_ids) >= self.params.max_tokens or (
-            self.num_tokens >= max_sequence_tokens
+        elif self.num_tokens >= max_sequence_tokens or (
+            len(self.output_token_ids) == self.params.max_tokens
         ):
             self._finish("length")
 

@@ -59,7 +59,7 @@ class Sampler:
 
     def forget(self, request: Request) -> None:
         """Drop a finished request's generator."""
-        self._generators.pop(request.request_id, None)
+        self._generators.pop(request.key, None)
 
     def _choose(self, row: Row, request: Request) -> Sampled:
         params = request.params
@@ -78,14 +78,12 @@ class Sampler:
         return index if tokens is None else int(tokens[index])
 
     def _generator(self, request: Request) -> np.random.Generator:
-        generator = self._generators.get(request.request_id)
+        generator = self._generators.get(request.key)
         if generator is None:
             seed = request.params.seed
-            if seed is None:
-                own = int(self._seeds.integers(2**63))
-            else:  # each of n continuations has a stream of its own
-                own = seed + request.index
-            generator = self._generators[request.request_id] = np.random.default_rng(own)
+            # Seed and index are hashed together: no continuation repeats one of another seed.
+            own = self._seeds.integers(2**63) if seed is None else [seed, request.index]
+            generator = self._generators[request.key] = np.random.default_rng(own)
         return generator
 
 

@@ -92,9 +92,9 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request out of its queue and give back its blocks."""
-        if self.tables.holds(request.request_id):
+        if self.tables.holds(request.key):
             self.running.remove(request)
-            self.tables.release(request.request_id)
+            self.tables.release(request.key)
         else:
             self.waiting.remove(request)
 
@@ -120,12 +120,11 @@ class Scheduler:
         Only decodes can fail to grow (a prefill was reserved whole), and they are visited in
         order of admission, so a victim is never one whose work is already in the step.
         """
-        while not self.tables.reserve(request.request_id, num_tokens):
+        while not self.tables.reserve(request.key, num_tokens):
             victim = self.running.pop()
-            self.tables.release(victim.request_id)
+            self.tables.release(victim.key)
             victim.status = Status.WAITING
             victim.num_computed = 0
-            victim.num_preemptions += 1
             self.waiting.appendleft(victim)
             preempted.append(victim)
             if victim is request:
@@ -145,7 +144,7 @@ class Scheduler:
                 break
             # The whole known sequence is reserved, so that no half-done prefill is preempted
             # by the next one.
-            reserved = self.tables.reserve(request.request_id, request.num_tokens)
+            reserved = self.tables.reserve(request.key, request.num_tokens)
             assert reserved, "can_admit() promised room"
             self.waiting.popleft()
             request.status = Status.RUNNING
