@@ -213,7 +213,12 @@ def _bench(options: argparse.Namespace) -> None:
 
     from ascend_kv.evaluate.main_job import run_main_job
 
-    result = run_main_job(recipe, options.text, options.quick, log, report.Saver(directory, log))
+    saver = report.Saver(directory, log)
+    try:
+        result = run_main_job(recipe, options.text, options.quick, log, saver)
+    except BaseException:  # an interruption too: what was measured has cost minutes
+        saver.write_unfinished()
+        raise
     report.show(result, table_console(stderr=options.json))
     if options.json:
         print(json.dumps(result.as_json(), indent=1))
