@@ -198,6 +198,9 @@ def _bench(options: argparse.Namespace) -> None:
     # Before torch is loaded: where other programs run too, threads that spin while they wait are
     # taken off the processor in the midst of it, and everyone else waits for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():  # in a log other libraries' progress bars are noise
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Imported here: torch takes seconds to load, and --help needs none of it.
     from ascend_kv.evaluate import report
     from ascend_kv.evaluate.console import Log, table_console

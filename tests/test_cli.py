@@ -284,6 +284,19 @@ def test_plan_loads_no_torch(model: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_log_has_no_progress_bars_of_other_libraries(model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_model_len=512)  # ends after loading
+    done = subprocess.run(
+        [sys.executable, "-m", "ascend_kv.cli", "bench", str(recipe), "--model", str(model),
+         "--device", "cpu", "--output", str(tmp_path / "out")],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
+        "Report", "Model", "ascend-kv",
+    ]  # fmt: skip
+
+
 def test_the_installed_command_says_its_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ascend_kv.cli", "--version"],

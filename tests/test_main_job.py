@@ -284,6 +284,18 @@ def test_what_the_model_cannot_do_is_refused_before_anything_runs(
     assert "tokens/s" not in said.getvalue()
 
 
+def test_a_model_without_a_tokenizer_gets_advice_that_can_be_followed(
+    model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    with pytest.raises(UsageError, match="model: got .*bare.*tokenizer.json") as caught:
+        Run(bare, load_recipe(write_recipe(tmp_path / "recipe.yaml")))
+    assert "skip_tokenizer_init" not in str(caught.value)
+
+
 def test_lengths_that_just_fit_are_not_refused() -> None:
     recipe = BenchRecipe(
         max_model_len=100,

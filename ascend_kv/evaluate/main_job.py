@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
+from ascend_kv.errors import UsageError
 from ascend_kv.evaluate import default_model
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.factors import find_factors
@@ -98,7 +100,7 @@ class _MainJob:
         self.device = platform.find_device() if recipe.device == "auto" else recipe.device
         platform.check_device(self.device)
         self.loaded = self._load()
-        self.tokenizer = load_tokenizer(self.loaded.path)
+        self.tokenizer = self._load_tokenizer()
         # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
         self.prompts = sample_prompts(self.tokenizer, recipe.samples.prompts)
@@ -140,6 +142,13 @@ class _MainJob:
         # Resolved, for "." has no name.
         self.model_name = Path(model).resolve().name if Path(model).exists() else model
         return load_model(model, self.recipe.dtype, self.device)
+
+    def _load_tokenizer(self) -> Any:
+        try:
+            return load_tokenizer(self.loaded.path)
+        except UsageError as error:  # the advice to do without is none here
+            legal = "a model with a tokenizer, which turns the text into prompts"
+            raise UsageError("model", error.given, legal, error.hint) from error
 
     def _block_size(self) -> int:
         """Tokens a block; refused now, not after a scheme, if a later one cannot have it."""
