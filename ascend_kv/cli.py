@@ -198,6 +198,9 @@ def _bench(options: argparse.Namespace) -> None:
     # Before torch is loaded: where other programs run too, threads that spin while they wait are
     # taken off the processor in the midst of it, and everyone else waits for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():  # in a log other libraries' progress bars are noise
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Imported here: torch takes seconds to load, and --help needs none of it.
     from ascend_kv.evaluate import report
     from ascend_kv.evaluate.console import Log, table_console
@@ -213,7 +216,12 @@ def _bench(options: argparse.Namespace) -> None:
 
     from ascend_kv.evaluate.main_job import run_main_job
 
-    result = run_main_job(recipe, options.text, options.quick, log, report.Saver(directory, log))
+    saver = report.Saver(directory, log)
+    try:
+        result = run_main_job(recipe, options.text, options.quick, log, saver)
+    except BaseException:  # an interruption too: what was measured has cost minutes
+        saver.write_unfinished()
+        raise
     report.show(result, table_console(stderr=options.json))
     if options.json:
         print(json.dumps(result.as_json(), indent=1))

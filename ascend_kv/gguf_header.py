@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -37,12 +38,13 @@ class GGUFHeader(NamedTuple):
 
     ``values`` has scalars, strings and arrays of numbers by key; ``array_lengths`` the length of
     every array, those of strings included; ``tensors`` the shapes by name in PyTorch's order, rows
-    first (GGUF writes the contiguous dimension first).
+    first (GGUF writes the contiguous dimension first); ``file_bytes`` where the last tensor ends.
     """
 
     values: dict[str, Value]
     array_lengths: dict[str, int]
     tensors: dict[str, tuple[int, ...]]
+    file_bytes: int
 
 
 def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
@@ -95,15 +97,32 @@ def _parse(data: mmap.mmap) -> GGUFHeader:
     if version not in (2, 3):
         raise ValueError(f"its version reads {version}")
     tensor_count, value_count = cursor.numbers("Q", 2)
-    header = GGUFHeader({}, {}, {})
+    header = GGUFHeader({}, {}, {}, 0)
     for _ in range(value_count):
         _parse_value(cursor, header)
+    end = 0
     for _ in range(tensor_count):
         name = cursor.string()
         (dimensions,) = cursor.numbers("I")
         header.tensors[name] = tuple(reversed(cursor.numbers("Q", dimensions)))
-        cursor.skip(4 + 8)  # type and offset
-    return header
+        (kind,) = cursor.numbers("I")
+        (offset,) = cursor.numbers("Q")
+        end = max(end, offset + _tensor_bytes(kind, math.prod(header.tensors[name])))
+    alignment = header.values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment reads {alignment}")
+    start = -(-cursor.offset // alignment) * alignment
+    return header._replace(file_bytes=start + end)
+
+
+def _tensor_bytes(kind: int, count: int) -> int:
+    """Bytes of ``count`` numbers of a GGML type; 0 of a type that is not known."""
+    # Imported here: it takes a sixth of a second, which only GGUF files are worth.
+    from gguf.constants import GGML_QUANT_SIZES
+
+    sizes: dict[int, tuple[int, int]] = {int(name): each for name, each in GGML_QUANT_SIZES.items()}
+    block, block_bytes = sizes.get(kind, (1, 0))
+    return count // block * block_bytes
 
 
 def _parse_value(cursor: _Cursor, header: GGUFHeader) -> None:

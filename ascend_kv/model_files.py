@@ -36,7 +36,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: there is no such model, or no network to fetch it; says what to do.
     """
-    path = Path(model)
+    path = _given(model)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
 
@@ -46,6 +46,18 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return snapshot_download(repository, allow_patterns=_SNAPSHOT_PATTERNS)
 
     return _from_hub(model, download)
+
+
+def _given(model: str | os.PathLike[str]) -> Path:
+    if not str(model):  # as a path it would mean the working directory
+        raise UsageError("model", "", _LEGAL_MODELS)
+    return Path(model)
+
+
+def _what_lies_there(directory: Path) -> str:
+    found = sorted(directory.glob("*.gguf"))
+    instead = f", but {found[0].name} is: give that file" if found else ""
+    return f"config.json is not in that directory{instead}."
 
 
 def load_geometry(model: str | os.PathLike[str]) -> ModelGeometry:
@@ -61,10 +73,12 @@ def load_geometry(model: str | os.PathLike[str]) -> ModelGeometry:
         UsageError: there is no such model, or no network to fetch it; says what to do.
         UnsupportedModelError: as ``geometry_from_config``, or the weights do not confirm it.
     """
-    path = Path(model)
+    path = _given(model)
     if path.suffix == ".gguf":
         return geometry_from_gguf(path)
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UsageError("model", str(model), _LEGAL_MODELS, _what_lies_there(path))
         geometry = geometry_from_config(read_json(path / "config.json"))
         if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
             confirm_key_shapes(geometry, read_key_shapes(path))
@@ -89,10 +103,19 @@ def geometry_from_gguf(path: str | os.PathLike[str]) -> ModelGeometry:
         UsageError: not a GGUF file, or a damaged one.
         UnsupportedModelError: an unknown architecture, a missing key, or weights that disagree.
     """
-    header = read_gguf_header(path)
+    header = _read_whole_gguf(path)
     geometry = geometry_from_config(_gguf_config(header))
     confirm_key_shapes(geometry, header.tensors)
     return geometry
+
+
+def _read_whole_gguf(path: str | os.PathLike[str]) -> GGUFHeader:
+    header = read_gguf_header(path)
+    missing = header.file_bytes - os.path.getsize(path)
+    if missing > 0:
+        hint = f"{missing} bytes are missing."
+        raise UsageError("model", str(path), "a whole GGUF file", hint)
+    return header
 
 
 def read_key_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
@@ -108,7 +131,7 @@ def read_key_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     path = Path(path)
     shapes: dict[str, tuple[int, ...]] = {}
     if path.suffix == ".gguf":
-        shapes = read_gguf_header(path).tensors
+        shapes = _read_whole_gguf(path).tensors
     else:
         for shard in safetensors_files(path):
             shapes.update(_read_safetensors_shapes(shard))
@@ -234,7 +257,9 @@ def safetensors_files(directory: Path) -> list[Path]:
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            hint = "Pickled weights are not read: save them again with safe_serialization=True."
+            hint = "No weights were found there."
+            if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+                hint = "Pickled weights are not read: save them again with safe_serialization=True."
             raise UnsupportedModelError("model", str(directory), "*.safetensors or a .gguf", hint)
         return files
     weight_map = read_json(index).get("weight_map")

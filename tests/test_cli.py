@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_fixture import make_model_with_tokenizer, make_result, write_recipe
@@ -78,6 +79,56 @@ def test_a_disk_that_fills_up_costs_the_report_but_not_the_tables(
     printed = capsys.readouterr()
     assert "2.50x" in printed.out
     assert "No space left on device" in printed.err and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ascend_kv.RunError("it broke"), 1), (ascend_kv.UsageError("a", "b", "c"), 2),
+     (KeyboardInterrupt(), 130), (ZeroDivisionError(), 1)],
+)  # fmt: skip
+def test_a_job_that_breaks_off_leaves_a_report_of_what_was_done(
+    error: BaseException,
+    code: int,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def break_off(*arguments: Any) -> None:
+        result = make_result()
+        result.complete, result.perplexity = False, None
+        arguments[-1](result)
+        raise error
+
+    monkeypatch.setattr(main_job, "run_main_job", break_off)
+    output = tmp_path / "out"
+    assert cli.main(["bench", str(recipe), "--output", str(output)]) == code
+    names = {entry.name for entry in output.iterdir()}
+    plots = {"throughput.png", "memory.png", "utilisation.png"}
+    assert names == {"report.md", "report.json"} | plots
+    text = (output / "report.md").read_text()
+    assert "Unfinished" in text and "| paged INT8 | int8 | 7.5 (8) | 125.0 |" in text
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(("ascend-kv: ", "This is a fault")) and "report.md" in said[1]
+
+
+def test_a_job_that_breaks_off_on_a_full_disk_still_says_why(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def break_off(*arguments: Any) -> None:
+        arguments[-1](make_result())
+        raise ascend_kv.UsageError("late", 1, "2")
+
+    monkeypatch.setattr(main_job, "run_main_job", break_off)
+    monkeypatch.setattr(os, "replace", full_disk)
+    assert cli.main(["bench", str(recipe), "--output", str(tmp_path / "out")]) == 2
+    assert "late: got 1; legal: 2" in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
@@ -231,6 +282,19 @@ def test_plan_loads_no_torch(model: Path) -> None:
         f"main(['plan', {str(model)!r}, *{PLAN}]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_log_has_no_progress_bars_of_other_libraries(model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_model_len=512)  # ends after loading
+    done = subprocess.run(
+        [sys.executable, "-m", "ascend_kv.cli", "bench", str(recipe), "--model", str(model),
+         "--device", "cpu", "--output", str(tmp_path / "out")],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
+        "Report", "Model", "ascend-kv",
+    ]  # fmt: skip
 
 
 def test_the_installed_command_says_its_version() -> None:

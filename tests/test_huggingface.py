@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
 from ascend_kv.geometry import format_spec
 from ascend_kv.integrations.attention import STEP_KEYWORD, probe_attention
 from ascend_kv.integrations.huggingface import HuggingFaceModel
-from ascend_kv.integrations.loading import LoadedModel, load_model
+from ascend_kv.integrations.loading import LoadedModel, load_model, load_tokenizer
 from ascend_kv.llm import LLM
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -236,17 +238,56 @@ def test_the_loaded_model_refuses_a_plain_forward(llama: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float8", "double"])
 def test_an_unknown_dtype_is_refused(llama: Path, dtype: str) -> None:
-    with pytest.raises(UsageError, match="dtype"):
+    with pytest.raises(UsageError, match="^dtype: got .*; legal: auto, float32, float16, bfloat16"):
         load_model(llama, dtype=dtype)
 
 
-def test_a_checkpoint_without_a_tensor_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tensor_is_refused(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tensors = load_file(llama / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         load_model(tmp_path)
+    assert "initialized" not in caplog.text  # nothing was drawn at random for the user
+
+
+def test_a_tensor_of_another_shape_is_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(8, 48)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    said = r"layers\.1\.mlp\.up_proj\.weight: got \[8, 48\]; legal: \[64, 48\]"
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(tmp_path)
+
+
+def test_a_surplus_tensor_is_still_warned_of(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tensors = load_file(llama / "model.safetensors") | {"model.extra.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    load_model(tmp_path)
+    assert "model.extra.weight" in caplog.text
+
+
+def test_a_model_without_a_tokenizer(llama: Path) -> None:
+    with pytest.raises(UsageError, match="tokenizer.json.*is there") as caught:
+        load_tokenizer(llama)
+    assert caught.value.given == str(llama)
+
+
+def test_a_tokenizer_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(UsageError, match="cannot be read: ."):
+        load_tokenizer(tmp_path)
 
 
 def test_a_truncated_checkpoint_is_an_error_not_a_traceback_of_torch(

@@ -190,7 +190,8 @@ def test_real_formats_everywhere() -> None:
         samples=SampleRecipe(kv_cache_dtype="16-bit"),
     )
     real = with_real_formats(recipe, "bfloat16")
-    assert real.formats() == ["bfloat16", "int8", "bfloat16", "bfloat16", "int8", "bfloat16"]
+    formats = [kv_cache_dtype for _, kv_cache_dtype in real.formats()]
+    assert formats == ["bfloat16", "int8", "bfloat16", "bfloat16", "int8", "bfloat16"]
 
 
 def test_a_bfloat16_model_is_compared_with_a_bfloat16_cache(model: Path, tmp_path: Path) -> None:
@@ -341,10 +342,75 @@ def test_a_text_of_ones_own(model: Path, tmp_path: Path) -> None:
         run_main_job(recipe, tmp_path / "none", False, log, lambda result: None)
 
 
-def test_a_model_too_short_for_the_recipe_is_refused(model: Path, tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", max_model_len=512)
-    with pytest.raises(UsageError, match="max_model_len: got 512; legal: at most 256"):
-        Run(model, load_recipe(path))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 512}, "max_model_len: got 512; legal: at most 256"),
+        (
+            {"perplexity": {"windows": 2, "window_tokens": 257, "cluster_tokens": 8}},
+            "perplexity.window_tokens: got 257; legal: at most 256",
+        ),
+        (
+            {"sweep": {"batches": [1], "context_tokens": 250, "steps": 5}},
+            r"sweep: got 'context_tokens \+ 2 \+ steps = 257'; legal: at most 256",
+        ),
+        (
+            {"samples": {"prompts": ["a", "four"], "max_tokens": 253}},
+            r"samples: got '4 tokens of prompts\[1\] \+ max_tokens = 257'; legal: at most 256",
+        ),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens: got 8; legal: "),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_anything_runs(
+    changes: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    said = io.StringIO()
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))
+    recipe = replace(recipe, model=str(model), device="cpu")
+    log = Log(Console(file=said))
+    with pytest.raises(UsageError, match=message):
+        run_main_job(recipe, None, False, log, lambda result: pytest.fail("too late"))
+    assert "tokens/s" not in said.getvalue()
+
+
+def test_a_model_without_a_tokenizer_gets_advice_that_can_be_followed(
+    model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    with pytest.raises(UsageError, match="model: got .*bare.*tokenizer.json") as caught:
+        Run(bare, load_recipe(write_recipe(tmp_path / "recipe.yaml")))
+    assert "skip_tokenizer_init" not in str(caught.value)
+
+
+def test_lengths_that_just_fit_are_not_refused() -> None:
+    recipe = BenchRecipe(
+        max_model_len=100,
+        sweep=SweepRecipe(context_tokens=90, steps=8),
+        perplexity=PerplexityRecipe(window_tokens=100),
+        samples=SampleRecipe(max_tokens=97),
+    )
+    recipe.check_lengths(100, [[1, 2, 3], []])
+    without = replace(recipe, sweep=SweepRecipe(batches=(), context_tokens=999))
+    without.check_lengths(100, [])
+    with pytest.raises(UsageError, match="max_model_len"):
+        recipe.check_lengths(99, [])
+
+
+def test_a_model_in_the_working_directory_has_a_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model)
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml"), quick=True)
+    short = replace(
+        recipe,
+        schemes=recipe.schemes[:1],
+        sweep=replace(recipe.sweep, batches=()),
+        planted_bias=replace(recipe.planted_bias, texts=0),
+    )
+    assert Run(Path("."), short).result.model.name == model.name
 
 
 def test_a_block_size_that_a_later_scheme_cannot_have_is_refused_first(
@@ -428,7 +494,16 @@ def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ({"schemes": []}, "one scheme or more"),
         ({"schemes": [{"name": "a", "allocator": "heap"}]}, "heap.*contiguous, paged"),
         ({"schemes": [{"name": "a", "batch": "huge"}]}, "huge.*planned, all"),
-        ({"schemes": [{"name": "a", "kv_cache_dtype": "int3"}]}, "int3.*int8"),
+        (
+            {"schemes": [{"name": "a"}, {"name": "b", "kv_cache_dtype": "int3"}]},
+            r"^schemes\[1\]\.kv_cache_dtype: got 'int3'.*int8",
+        ),
+        ({"sweep": {"kv_cache_dtype": "int3"}}, "^sweep.kv_cache_dtype: got 'int3'"),
+        ({"perplexity": {"formats": ["int8", "int3"]}}, r"^perplexity.formats\[1\]: got 'int3'"),
+        ({"samples": {"kv_cache_dtype": "int3"}}, "^samples.kv_cache_dtype: got 'int3'"),
+        ({"seed": -1}, "^seed: got -1; legal: 0 or more"),
+        ({"dtype": "foo"}, "^dtype: got 'foo'; legal: auto, float32, float16, bfloat16$"),
+        ({"dtype": "int8"}, "^dtype: got 'int8'; legal: auto, float32, float16, bfloat16$"),
         ({"schemes": [{"name": "a"}, {"name": "a"}]}, "names that differ"),
         ({"granularity": "head"}, "granularity.*token_head"),
         ({"granularity": "row"}, "granularity.*token_head"),

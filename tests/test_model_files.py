@@ -231,6 +231,62 @@ def test_gguf_headers_cut_anywhere_are_refused(tmp_path: Path) -> None:
         assert said in str(refused(UsageError, read_gguf_header, file))
 
 
+@pytest.mark.parametrize("alignment", [None, 64])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gguf_files_cut_in_their_data_are_refused(
+    tmp_path: Path, alignment: int | None, quantized: bool
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    numbers = np.ones((3, 64), np.float32)
+    if quantized:  # 34 bytes for 32 numbers
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor("q", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    writer.add_tensor("last", numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    last = gguf.GGUFReader(tmp_path / "small.gguf").tensors[-1]
+    end = int(last.data_offset) + 3 * 64 * 4
+    assert read_gguf_header(tmp_path / "small.gguf").file_bytes == end
+
+    file = write_gguf(tmp_path / "tiny.gguf")
+    needed = read_gguf_header(file).file_bytes
+    whole = file.read_bytes()
+    file.write_bytes(whole[:needed])
+    assert load_geometry(file).num_layers == 3
+    for missing in (1, 100):
+        file.write_bytes(whole[: needed - missing])
+        for read in (load_geometry, read_key_shapes):
+            error = refused(UsageError, read, file)
+            assert error.given == str(file) and error.hint == f"{missing} bytes are missing."
+
+
+@pytest.mark.parametrize("read", [load_geometry, find_model])
+def test_no_name_at_all_is_not_the_working_directory(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_directory(tmp_path))
+    assert refused(UsageError, read, "").field == "model"
+    assert read(".")
+
+
+def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+    error = refused(UsageError, load_geometry, tmp_path)
+    assert error.given == str(tmp_path) and "config.json is not in" in error.hint
+    write_gguf(tmp_path / "tiny.gguf")
+    assert "tiny.gguf" in refused(UsageError, load_geometry, tmp_path).hint
+
+
+def test_a_directory_without_weights_is_not_called_pickled(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert "No weights" in refused(UnsupportedModelError, read_key_shapes, tmp_path).hint
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    assert "Pickled" in refused(UnsupportedModelError, read_key_shapes, tmp_path).hint
+
+
 def test_a_large_vocabulary_is_only_stepped_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

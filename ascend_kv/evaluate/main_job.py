@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate import default_model
@@ -25,7 +27,7 @@ from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
-from ascend_kv.evaluate.recipe import BenchRecipe, with_real_formats
+from ascend_kv.evaluate.recipe import BenchRecipe, name_format, with_real_formats
 from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
@@ -36,7 +38,7 @@ from ascend_kv.evaluate.results import (
     SchemeResult,
     TextInfo,
 )
-from ascend_kv.evaluate.samples import generate_samples
+from ascend_kv.evaluate.samples import generate_samples, sample_prompts
 from ascend_kv.evaluate.schemes import (
     cache_options,
     layer_formats,
@@ -102,9 +104,11 @@ class _MainJob:
         platform.check_device(self.device)
         self.loaded = self._load()
         self.recipe = recipe = with_real_formats(recipe, self.loaded.dtype)
-        self.tokenizer = load_tokenizer(self.loaded.path)
+        self.tokenizer = self._load_tokenizer()
         # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
+        self.prompts = sample_prompts(self.tokenizer, recipe.samples.prompts)
+        recipe.check_lengths(self.loaded.geometry.max_position_tokens, self.prompts)
         self.windows = cut_windows(recipe.perplexity, self.token_ids)
         self.requests = draw_requests(recipe.workload, self.token_ids)
         self.block_size = self._block_size()
@@ -139,36 +143,38 @@ class _MainJob:
                 )
             model = str(default_model.fetch_default_model())
         self.log.say(f"Model: loading {model} ...")
-        self.model_name = Path(model).name if Path(model).exists() else model
-        loaded = load_model(model, self.recipe.dtype, self.device)
-        longest = loaded.geometry.max_position_tokens
-        if self.recipe.max_model_len > longest:
-            raise UsageError("max_model_len", self.recipe.max_model_len, f"at most {longest}")
-        return loaded
+        # Resolved, for "." has no name.
+        self.model_name = Path(model).resolve().name if Path(model).exists() else model
+        return load_model(model, self.recipe.dtype, self.device)
+
+    def _load_tokenizer(self) -> Any:
+        try:
+            return load_tokenizer(self.loaded.path)
+        except UsageError as error:  # the advice to do without is none here
+            legal = "a model with a tokenizer, which turns the text into prompts"
+            raise UsageError("model", error.given, legal, error.hint) from error
 
     def _block_size(self) -> int:
         """Tokens a block; refused now, not after a scheme, if a later one cannot have it."""
         kind = get_device(platform.device_name(self.device))
         block_size = self.recipe.block_size or kind.default_block_size
-        for kv_cache_dtype in self.recipe.formats():
-            for spec in layer_formats(
-                self.recipe, kv_cache_dtype, self.loaded.geometry, self.loaded.dtype
-            ):
-                kind.check_block_size(block_size, spec.name)
+        for key, kv_cache_dtype in self.recipe.formats():
+            with name_format(key):
+                for spec in layer_formats(
+                    self.recipe, kv_cache_dtype, self.loaded.geometry, self.loaded.dtype
+                ):
+                    kind.check_block_size(block_size, spec.name)
         return block_size
 
     def _plan(self) -> list[Predicted]:
-        return [
-            predict(
-                self.recipe,
-                scheme,
-                self.loaded.geometry,
-                self.loaded.dtype,
-                self.budget,
-                self.requests,
-            )
-            for scheme in self.recipe.schemes
+        recipe, loaded = self.recipe, self.loaded
+        plans = [
+            predict(recipe, scheme, loaded.geometry, loaded.dtype, self.budget, self.requests)
+            for scheme in recipe.schemes
         ]
+        for plan in plans:  # refused now, not when a later scheme's turn has come
+            SchedulerConfig(recipe.max_model_len, plan.max_num_seqs, recipe.max_num_batched_tokens)
+        return plans
 
     def note_routes(self, part: str) -> None:
         """Add how attention went on the NPU since this was last called."""
@@ -292,7 +298,7 @@ class _MainJob:
         """Generate with an unquantized and a quantized cache."""
         with self.log.bar("samples", 2, "formats") as advance:
             self.result.samples = generate_samples(
-                self.recipe, self.loaded, self.tokenizer, self.block_size, advance
+                self.recipe, self.loaded, self.tokenizer, self.prompts, self.block_size, advance
             )
         yield "samples"
 

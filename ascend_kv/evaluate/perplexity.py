@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ascend_kv.engine.batch import Batch, Model
+from ascend_kv.engine.batch import Model
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.recipe import PerplexityRecipe
+from ascend_kv.evaluate.single_sequence import single_sequence
 from ascend_kv.evaluate.statistics import MeanInterval, clustered_mean
 
 
@@ -60,7 +61,7 @@ def window_losses(
         values: list[float] = []
         for start in range(0, len(window), chunk_tokens):
             stop = min(start + chunk_tokens, len(window))
-            logits = model.forward(_chunk(window, start, stop, block_size))
+            logits = model.forward(single_sequence(window[start:stop], block_size, start))
             # The last token of the window has nothing to predict.
             values += _losses(logits, window[start + 1 : stop + 1])
             advance(stop - start)
@@ -88,19 +89,6 @@ def perplexity(losses: Sequence[Sequence[float]]) -> float:
     """exp of the mean loss of all tokens."""
     total = sum(len(window) for window in losses)
     return math.exp(math.fsum(math.fsum(window) for window in losses) / total)
-
-
-def _chunk(window: Sequence[int], start: int, stop: int, block_size: int) -> Batch:
-    blocks = -(-stop // block_size)
-    return Batch(
-        token_ids=list(window[start:stop]),
-        positions=list(range(start, stop)),
-        slot_mapping=list(range(start, stop)),  # block i is the window's i-th
-        block_tables=[list(range(blocks))],
-        query_lengths=[stop - start],
-        kv_lengths=[stop],
-        logits_indices=list(range(stop - start)),
-    )
 
 
 def _losses(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.evaluate.results import PlantedRow
+from ascend_kv.evaluate.single_sequence import single_sequence
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.planted_model import make_planted_model
 from ascend_kv.llm import LLM
@@ -90,15 +90,4 @@ def _write_texts(weights: LoadedModel, count: int) -> list[list[int]]:
 
 
 def _logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    count = len(tokens)
-    return llm.model.forward(
-        Batch(
-            token_ids=tokens,
-            positions=list(range(count)),
-            slot_mapping=list(range(count)),
-            block_tables=[list(range(-(-count // llm.block_size)))],
-            query_lengths=[count],
-            kv_lengths=[count],
-            logits_indices=list(range(count)),
-        )
-    ).float()
+    return llm.model.forward(single_sequence(tokens, llm.block_size)).float()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ it would be copied in every step, and whatever is compared with it would look to
 
 LEAST_CLUSTERS = 8
 """Fewer clusters would make the confidence interval meaningless."""
+WARM_UP_STEPS = 2
+"""Steps of the decode sweep before those that are timed."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,11 @@ class SweepRecipe:
     steps: int = 8
     kv_cache_dtype: str = "int8"
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence after its last step."""
+        return self.context_tokens + WARM_UP_STEPS + self.steps
+
 
 @dataclass(frozen=True)
 class BenchRecipe:
@@ -150,6 +158,9 @@ class BenchRecipe:
         """
         for name in ("max_model_len", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 2)
+        _at_least("seed", self.seed, 0)
+        if self.dtype not in ("auto", *FORMATS):
+            raise UsageError("dtype", self.dtype, ("auto", *FORMATS))
         _at_least("budget.sequences", self.budget.sequences, 1)
         unquantized = (SIXTEEN_BIT, *FORMATS)
         if self.budget.kv_cache_dtype not in unquantized:
@@ -165,20 +176,47 @@ class BenchRecipe:
         _at_least("samples.max_tokens", self.samples.max_tokens, 1)
         if self.scale_type == "static" and self.kv_cache_scales is None:
             raise UsageError("kv_cache_scales", None, "a file or checkpoint, with static scales")
-        for kv_cache_dtype in self.formats():
-            CacheConfig(
-                kv_cache_dtype=_real_format(kv_cache_dtype, "auto"),
-                granularity=self.granularity,
-                symmetric=self.symmetric,
-                scale_type=self.scale_type,
-                group_size=self.group_size,
-                kv_cache_scales=self.kv_cache_scales,
-                kv_cache_dtype_skip_layers=self.kv_cache_dtype_skip_layers,
-                pair_scaling=self.pair_scaling,
-                key_offset_layers=self.key_offset_layers,
-                block_size=self.block_size,
-                prefill_reads=self.prefill_reads,
-            )
+        for key, kv_cache_dtype in self.formats():
+            with name_format(key):
+                CacheConfig(
+                    kv_cache_dtype=_real_format(kv_cache_dtype, "auto"),
+                    granularity=self.granularity,
+                    symmetric=self.symmetric,
+                    scale_type=self.scale_type,
+                    group_size=self.group_size,
+                    kv_cache_scales=self.kv_cache_scales,
+                    kv_cache_dtype_skip_layers=self.kv_cache_dtype_skip_layers,
+                    pair_scaling=self.pair_scaling,
+                    key_offset_layers=self.key_offset_layers,
+                    block_size=self.block_size,
+                    prefill_reads=self.prefill_reads,
+                )
+
+    def check_lengths(self, longest: int, sample_prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse what is longer than the model can go.
+
+        Args:
+            longest: the model's longest sequence, in tokens.
+            sample_prompts: ``samples.prompts`` as token ids.
+
+        Raises:
+            UsageError: names the key of the first part that could not run.
+        """
+        window = self.perplexity.window_tokens
+        lengths: list[tuple[str, object, int]] = [
+            ("max_model_len", self.max_model_len, self.max_model_len),
+            ("perplexity.window_tokens", window, window),
+        ]
+        if self.sweep.batches:
+            given = f"context_tokens + {WARM_UP_STEPS} + steps = {self.sweep.longest}"
+            lengths.append(("sweep", given, self.sweep.longest))
+        for number, prompt in enumerate(sample_prompts):
+            tokens = len(prompt) + self.samples.max_tokens
+            given = f"{len(prompt)} tokens of prompts[{number}] + max_tokens = {tokens}"
+            lengths.append(("samples", given, tokens))
+        for key, shown, needed in lengths:
+            if needed > longest:
+                raise UsageError(key, shown, f"at most {longest}, the model's longest sequence")
 
     def _check_schemes(self) -> None:
         if not self.schemes:
@@ -187,13 +225,14 @@ class BenchRecipe:
         if len(set(names)) < len(names):
             raise UsageError("schemes", names, "names that differ")
 
-    def formats(self) -> list[str]:
-        """Every cache format that the job will make."""
+    def formats(self) -> list[tuple[str, str]]:
+        """Every cache format that the job will make, after the key that asks for it."""
+        schemes, quality = enumerate(self.schemes), enumerate(self.perplexity.formats)
         return [
-            *(scheme.kv_cache_dtype for scheme in self.schemes),
-            self.sweep.kv_cache_dtype,
-            *self.perplexity.formats,
-            self.samples.kv_cache_dtype,
+            *((f"schemes[{i}].kv_cache_dtype", scheme.kv_cache_dtype) for i, scheme in schemes),
+            ("sweep.kv_cache_dtype", self.sweep.kv_cache_dtype),
+            *((f"perplexity.formats[{i}]", name) for i, name in quality),
+            ("samples.kv_cache_dtype", self.samples.kv_cache_dtype),
         ]
 
 
@@ -226,6 +265,17 @@ def _real_format(kv_cache_dtype: str, model_dtype: str) -> str:
         return kv_cache_dtype
     own = FORMATS.get(model_dtype)
     return model_dtype if own is not None and own.value_bits == 16 else "float16"
+
+
+@contextmanager
+def name_format(key: str) -> Iterator[None]:
+    """Errors about a ``kv_cache_dtype`` name the recipe's ``key``, of which there are many."""
+    try:
+        yield
+    except UsageError as error:
+        if error.field != "kv_cache_dtype":
+            raise
+        raise UsageError(key, error.given, error.legal, error.hint) from None
 
 
 def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:

@@ -61,8 +61,10 @@ class Saver:
     def __init__(self, directory: Path, log: Log) -> None:
         self._directory, self._log = directory, log
         self._failed = False
+        self._result: BenchResult | None = None
 
     def __call__(self, result: BenchResult) -> None:
+        self._result = result
         if self._failed:
             return
         try:
@@ -70,6 +72,20 @@ class Saver:
         except RunError as error:
             self._failed = True
             self._log.say(f"warning: {error}")
+
+    def write_unfinished(self) -> None:
+        """After a job that broke off: the whole report of the parts that were done, if any.
+
+        That it cannot be written is said, not raised: what broke the job off matters more.
+        """
+        if self._result is None:
+            return
+        try:
+            write_report(self._result, self._directory)
+        except RunError as error:
+            self._log.say(f"warning: {error}")
+        else:
+            self._log.say(f"Report of the parts that were done: {self._directory / 'report.md'}")
 
 
 def write_json(result: BenchResult, directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ascend_kv.engine.params import SamplingParams
@@ -11,13 +11,25 @@ from ascend_kv.evaluate.recipe import BenchRecipe
 from ascend_kv.evaluate.results import Sample
 from ascend_kv.evaluate.schemes import cache_options, layer_formats
 from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.integrations.prompts import apply_chat_template, tokenize
 from ascend_kv.llm import LLM
+
+
+def sample_prompts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of the prompts: a chat model gets its own template, any other the bare text."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return [tokenize(tokenizer, text).token_ids for text in texts]
+    return [
+        apply_chat_template(tokenizer, [{"role": "user", "content": text}]).token_ids
+        for text in texts
+    ]
 
 
 def generate_samples(
     recipe: BenchRecipe,
     loaded: LoadedModel,
     tokenizer: Any,
+    prompts: list[list[int]],
     block_size: int,
     advance: Callable[[int], None],
 ) -> list[Sample]:
@@ -26,11 +38,11 @@ def generate_samples(
     Args:
         recipe: its ``samples`` section says what to run.
         loaded: the weights.
-        tokenizer: turns prompts into tokens and tokens into text.
+        tokenizer: turns tokens into text.
+        prompts: of ``sample_prompts``.
         block_size: tokens a block.
         advance: called with 1 after every format.
     """
-    prompts = [_prompt_token_ids(tokenizer, text) for text in recipe.samples.prompts]
     if not prompts:
         return []
     continued = []
@@ -80,17 +92,6 @@ def _generate(
         if output.error is not None:
             raise RunError(f"a sample failed: {output.error}")
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def _prompt_token_ids(tokenizer: Any, text: str) -> list[int]:
-    """A chat model gets its own template, any other the bare text."""
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=False
-        )
-        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
 
 
 def _common_prefix(ours: list[int], theirs: list[int]) -> int:

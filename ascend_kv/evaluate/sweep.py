@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ascend_kv.engine.batch import Batch
-from ascend_kv.evaluate.recipe import BenchRecipe
+from ascend_kv.evaluate.recipe import WARM_UP_STEPS, BenchRecipe
 from ascend_kv.evaluate.results import Sweep, SweepPoint
 from ascend_kv.evaluate.schemes import cache_options, layer_formats
+from ascend_kv.evaluate.single_sequence import single_sequence
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.ops import platform
-
-_WARM_UP_STEPS = 2
 
 
 def run_sweep(
@@ -38,7 +37,7 @@ def run_sweep(
         advance: called with 1 after every batch size.
     """
     sweep = recipe.sweep
-    length = sweep.context_tokens + sweep.steps + _WARM_UP_STEPS
+    length = sweep.longest
     blocks = -(-length // block_size)
     formats = layer_formats(recipe, sweep.kv_cache_dtype, loaded.geometry, loaded.dtype)
     llm = LLM(
@@ -60,7 +59,7 @@ def run_sweep(
         seconds = [
             _decode(llm, batch, context[-1], position, blocks, block_size)
             for position in range(len(context), length)
-        ][_WARM_UP_STEPS:]
+        ][WARM_UP_STEPS:]
         step_seconds = sum(seconds) / len(seconds)
         points.append(SweepPoint(batch, batch / step_seconds, step_seconds))
         advance(1)
@@ -69,17 +68,7 @@ def run_sweep(
 
 def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
     """Store the context once, then give every sequence a copy in its own blocks."""
-    llm.model.forward(
-        Batch(
-            token_ids=context,
-            positions=list(range(len(context))),
-            slot_mapping=list(range(len(context))),
-            block_tables=[list(range(blocks))],
-            query_lengths=[len(context)],
-            kv_lengths=[len(context)],
-            logits_indices=[len(context) - 1],
-        )
-    )
+    llm.model.forward(single_sequence(context, llm.block_size, last_logits=True))
     for layer in llm.cache.layers:
         for tensor in layer.block_tensors:
             copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,10 +12,12 @@ import torch
 import transformers
 
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
-from ascend_kv.geometry import ModelGeometry, format_spec
+from ascend_kv.geometry import FORMATS, ModelGeometry
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 class LoadedModel(NamedTuple):
@@ -43,12 +48,12 @@ def load_model(
         UnsupportedModelError: a model type, a shape or an attention that cannot be served.
         RunError: the checkpoint lacks tensors or cannot be read.
     """
+    if dtype not in ("auto", *FORMATS):
+        raise UsageError("dtype", dtype, ("auto", *FORMATS))
     path = find_model(model)
     geometry = load_geometry(path)
     confirm_key_shapes(geometry, read_key_shapes(path))
-    name = geometry.dtype if dtype == "auto" else format_spec(dtype).name
-    if format_spec(name).quantized:
-        raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
+    name = geometry.dtype if dtype == "auto" else dtype
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
     probe_attention(hf_model, geometry)
     return LoadedModel(hf_model, geometry, name, path, WeightFolding(hf_model))
@@ -68,8 +73,14 @@ def load_tokenizer(path: Path) -> Any:
             "tokenizer",
             str(path),
             "a model with a tokenizer, or skip_tokenizer_init=True and prompts as token ids",
-            str(error).splitlines()[0],
+            _tokenizer_fault(path, error),
         ) from error
+
+
+def _tokenizer_fault(path: Path, error: Exception) -> str:
+    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        return f"None of {', '.join(_TOKENIZER_FILES)} is there."
+    return f"It cannot be read: {' '.join(str(error).split())}"
 
 
 def eos_token_ids(hf_model: Any) -> frozenset[int]:
@@ -91,21 +102,41 @@ def _read_weights(path: Path, dtype: torch.dtype) -> Any:
     directory, options = _source(path)
     auto: Any = transformers.AutoModelForCausalLM
     try:
-        hf_model, info = auto.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-            **options,
-        )
+        with _without_alarm():
+            hf_model, info = auto.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **options,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"model: {path} cannot be read: {error}") from error
-    missing = sorted(info["missing_keys"]) + sorted(
-        key for key, *_ in info.get("mismatched_keys", ())
-    )
+    for name, given, expected in sorted(info.get("mismatched_keys", ())):
+        legal = f"{list(expected)}, as the configuration says"
+        raise UnsupportedModelError(name, list(given), legal, f"In {path}.")
+    missing = sorted(info["missing_keys"])
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
         raise UnsupportedModelError(
             "checkpoint", str(path), "one that holds every tensor of its model", f"Missing: {shown}"
         )
     return hf_model
+
+
+@contextmanager
+def _without_alarm() -> Iterator[None]:
+    """Keep back transformers' report that missing tensors were drawn at random: we refuse them."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        refused = "MISSING" in said or "MISMATCH" in said
+        return not ("LOAD REPORT" in said and refused and "CONVERSION" not in said)
+
+    source = logging.getLogger("transformers.modeling_utils")
+    source.addFilter(passes)
+    try:
+        yield
+    finally:
+        source.removeFilter(passes)

@@ -1,0 +1,31 @@
+"""A batch of one sequence in blocks of its own: what scoring and the sweep hand to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ascend_kv.engine.batch import Batch
+
+
+def single_sequence(
+    token_ids: Sequence[int], block_size: int, start: int = 0, last_logits: bool = False
+) -> Batch:
+    """Tokens at positions ``start`` and on, in a cache whose block i is the sequence's i-th.
+
+    Args:
+        token_ids: what this step brings.
+        block_size: tokens a block.
+        start: tokens that are in the cache already.
+        last_logits: whether only the last token's logits are wanted, not every token's.
+    """
+    count = len(token_ids)
+    stop = start + count
+    return Batch(
+        token_ids=list(token_ids),
+        positions=list(range(start, stop)),
+        slot_mapping=list(range(start, stop)),
+        block_tables=[list(range(-(-stop // block_size)))],
+        query_lengths=[count],
+        kv_lengths=[stop],
+        logits_indices=[count - 1] if last_logits else list(range(count)),
+    )
