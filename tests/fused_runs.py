@@ -16,8 +16,7 @@ from npu_stand_in import StandIn
 
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_attention import plan
-from ascend_kv.ops.fused_request import request_of
-from ascend_kv.ops.fused_sources import arrange
+from ascend_kv.ops.fused_request import Layout, request_of
 from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
 
 Tensor = torch.Tensor
@@ -27,6 +26,15 @@ SCALE = 0.2
 MIXED = ([1, 5, 0, 1, 33, 1, 17, 1], [20, 5, 9, 160, 140, 1, 130, 128])
 DECODES = ([1, 1, 1, 1], [33, 7, 160, 1])
 PREFILLS = ([5, 33, 17], [9, 140, 17])
+
+
+def arrange(cache: Tensor, layout: Layout) -> Tensor:
+    """A cache ``[K, N, S, D]`` in memory as a layout wants it."""
+    if layout == "BSND":
+        return cache.transpose(1, 2).contiguous()
+    if layout == "NZ":
+        return cache.unflatten(3, (-1, 32)).transpose(2, 3).contiguous()
+    return cache.contiguous()
 
 
 def tensors_of(cache: Any, query: Tensor, layout: str = "BNSD", **options: Tensor) -> Any:

@@ -207,7 +207,8 @@ def check_common(c: Any) -> None:
     if c.pse_shift is not None:
         need(c.pse_shift.dtype == c.query.dtype, "pse_shift has the query's type")
         shape = (c.batch, c.heads, c.queries)
-        # one head for all is taken by the device and computed wrong; so is one sequence for all
+        # one head for all is reported to be taken and computed wrong (vllm-ascend issue 15503);
+        # one sequence for all is not used here
         need(c.pse_shift.dim() == 4 and c.pse_shift.shape[:3] == shape, "pse_shift shape")
         need(c.pse_shift.shape[3] >= c.tokens, "pse_shift shorter than the keys")
 

@@ -7,6 +7,10 @@ score is ``q . R(n) b``. With b in pairs (b1, b2) and q likewise, R(n) turning b
 
 so for all positions at once it is one matrix product of ``[T * H, D]``, made of the query and b
 alone, with a table ``[D, P]`` of cosines and sines that every layer and sequence shares.
+
+``attend`` gives the offset back that way, and that way only, whatever reads the cache: on an NPU
+also where the keys are loaded first. ``load_arguments`` and ``give_back`` are for attention that
+takes dense keys and no score bias; with both it would count twice.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
+from ascend_kv.ops.kv_cache_load import rotated_offset
 
 Tensor = torch.Tensor
 
@@ -52,10 +57,8 @@ class KeyOffset:
         """Fresh keys ``[T, N, D]`` at ``positions`` [T] with the offset, in float32."""
         if layer not in self:
             return key
-        cosine, sine = self._table[positions][:, None].unbind(-1)
-        first, second = self._offsets[layer].chunk(2, -1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-        return key.to(torch.float32) + turned
+        turned = rotated_offset(self._offsets[layer], self._table, positions[None, None])
+        return key.to(torch.float32) + turned[0].transpose(0, 1)
 
     def score_bias(self, layer: int, query: Tensor, softmax_scale: float, length: int) -> Tensor:
         """What the scaled scores of ``query`` [T, H, D] lack: ``[T, H, length]`` float32."""

@@ -26,6 +26,9 @@ then, and 0 (high precision) for float16. Output and log-sum-exp equal the refer
 rounding of the query's type; the device rounds more than that, since it splits queries and
 probabilities into int8 slices.
 
+What the operator does not reach today (NZ and BSND caches, gathered scales where they may lie in
+pages) is planned and tested all the same; ``fused_request`` says which.
+
 The signatures are those of torch_npu 2.13.0 (its wheel's npu_native_functions); the rest was
 read where ``fused_rules`` says.
 """
@@ -141,11 +144,6 @@ class Plan:
 
     calls: tuple[Call, ...]
     fallbacks: tuple[Fallback, ...] = ()
-
-    @property
-    def reasons(self) -> tuple[Fallback, ...]:
-        """The rules for which something else than the paged cache is attended to."""
-        return self.fallbacks + tuple(x for call in self.calls for x in call.fallbacks)
 
     @property
     def routes(self) -> dict[str, tuple[Fallback, ...]]:

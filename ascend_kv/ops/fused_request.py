@@ -2,6 +2,11 @@
 
 Shapes, types and host lists only, so that the plan is a pure function, is the same for every
 layer of a step, and can be tested where no NPU is.
+
+The plan covers all that the device takes. Of that, ``paged_attention`` itself reaches caches that
+lie as BNSD, scales by their pages, and the log-sum-exp always: ``cache_layout``, ``paged_scales``
+and ``log_sum_exp`` of a ``Request`` are at their defaults there, and only tests set them. They are
+for a measurement on an NPU to choose between.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On the Atlas A2 (910B). A call over the paged cache that breaks a rule is made over *loaded* keys
 and values, which ``kv_cache_load`` gathers and dequantizes; where that does not help either, the
-*reference* serves the whole batch. ``fallback_table`` gives the same table to a report.
+*reference* serves the whole batch. The report counts both. ``RULES`` says the same to ``plan``.
 
 | rule | holds for | legal | instead | source |
 |---|---|---|---|---|
@@ -41,6 +41,8 @@ Sources: V4, aclnnFusedInferAttentionScoreV4.md of ops-transformer; op-plugin, i
 torch_npu-npu_fused_infer_attention_score(_v2).md of 2026-08; tiling, the operators' host code in
 ops-transformer (incre_flash_attention, prompt_flash_attention). The NZ contract is documented
 for ``_v2`` alone in the last of these documents, so NZ calls use that.
+
+The rules of NZ and of BSND wait for a cache that lies so: none does today (``fused_request``).
 """
 
 from __future__ import annotations
@@ -307,12 +309,3 @@ def broken(request: Request, part: Part, route: str) -> tuple[Fallback, ...]:
         for rule in RULES.get(group, ())
         if not rule.holds(request, part)
     )
-
-
-def fallback_table() -> list[tuple[str, str, str, str, str]]:
-    """The table for a report: rule, what it holds for, what is legal, what serves, source."""
-    return [
-        (rule.name, group, rule.legal, instead_of(group), rule.source)
-        for group, rules in RULES.items()
-        for rule in rules
-    ]

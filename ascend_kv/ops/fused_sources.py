@@ -196,7 +196,7 @@ class Bias:
         if "score_bias" in have:
             packed = pack(have["score_bias"], self.spans).to(torch.float32).transpose(1, 2)
             packed = _shift(packed, self.first_tokens, self.tokens)
-        else:  # all the heads, where the device takes one for all and computes something else
+        else:  # all the heads: one for all is reported to come out wrong (vllm-ascend issue 15503)
             packed = query.new_zeros((1, query.shape[1], 1, 1), dtype=torch.float32)
         packed = torch.where(self._visible(query.device), packed, -math.inf)
         largest = packed.amax(-1, keepdim=True)
@@ -265,17 +265,8 @@ def unpack(packed: Tensor, spans: Spans, into: Tensor) -> None:
         into[start : start + n] = row[:n]
 
 
-def arrange(cache: Tensor, layout: Layout) -> Tensor:
-    """A cache ``[K, N, S, D]`` in memory as a layout wants it."""
-    if layout == "BSND":
-        return cache.transpose(1, 2).contiguous()
-    if layout == "NZ":
-        return cache.unflatten(3, (-1, 32)).transpose(2, 3).contiguous()
-    return cache.contiguous()
-
-
 def logical(cache: Tensor, layout: Layout) -> Tensor:
-    """The reverse of ``arrange``, a view for BNSD and BSND."""
+    """A cache that lies as a layout has it as ``[K, N, S, D]``: a view for BNSD and BSND."""
     if layout == "BSND":
         return cache.transpose(1, 2)
     if layout == "NZ":

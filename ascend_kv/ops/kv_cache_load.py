@@ -163,7 +163,7 @@ def _reference(
         else:
             positions = gather(key_positions, blocks, torch.int64)[:, :, :longest]
             positions.masked_fill_(outside[:, None], 0)
-        key = key + _rotated(key_offset, rotary_table, positions)
+        key = key + rotated_offset(key_offset, rotary_table, positions)
     key = key.masked_fill_(outside[:, None, :, None], 0.0)
     value = value.masked_fill_(outside[:, None, :, None], 0.0)
     return key.to(key_dtype).contiguous(), value.to(value_dtype).contiguous()
@@ -192,8 +192,14 @@ def _decode(
     return format_of(cache.dtype).decode(Encoded(codes, side(scale), side(zero_point)))
 
 
-def _rotated(offset: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """R(n) times the offset [N, D] at positions ``[B, N or 1, P]``: ``[B or 1, N, P, D]``."""
+def rotated_offset(offset: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """R(n) times the offset ``[N, D]`` in float32: ``[B, N, P, D]``.
+
+    Args:
+        offset: before the rotary embedding.
+        table: ``[P, D / 2, 2]``, as the operator's ``rotary_table``.
+        positions: ``[B, N or 1, P]``, n.
+    """
     cosine, sine = table.to(torch.float32)[positions].unbind(-1)
     first, second = offset.to(torch.float32)[:, None].chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

@@ -19,6 +19,7 @@ from fused_runs import (
     PREFILLS,
     SCALE,
     Run,
+    arrange,
     check,
     draw,
     expected,
@@ -31,7 +32,7 @@ from npu_stand_in import StandIn
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2, plan
 from ascend_kv.ops.fused_request import request_of, split
-from ascend_kv.ops.fused_sources import arrange, logical
+from ascend_kv.ops.fused_sources import logical
 
 Tensor = torch.Tensor
 

@@ -157,7 +157,9 @@ CASES: dict[str, tuple[Changes, list[Changes], list[Changes]]] = {
 @pytest.mark.parametrize("rule", CASES)
 def test_each_rule_from_both_sides(rule: str) -> None:
     base, legal, illegal = CASES[rule]
-    table = {name: instead for name, _, _, instead, _ in fused_rules.fallback_table()}
+    (group,) = [
+        group for group, rules in fused_rules.RULES.items() if rule in [one.name for one in rules]
+    ]
     for changes in legal:
         chosen = plan(replace(BASE, **{**base, **changes}))
         assert not chosen.fallbacks, changes
@@ -166,7 +168,7 @@ def test_each_rule_from_both_sides(rule: str) -> None:
         assert call.route == ("loaded" if rule == "loaded elements" else "paged"), call.fallbacks
     for changes in illegal:
         chosen = plan(replace(BASE, **{**base, **changes}))
-        if table[rule] == "reference":
+        if fused_rules.instead_of(group) == "reference":
             assert rule in names(chosen.fallbacks) and not chosen.calls
         else:
             (call,) = chosen.calls
@@ -174,7 +176,11 @@ def test_each_rule_from_both_sides(rule: str) -> None:
 
 
 def test_every_rule_is_tested_and_stands_in_the_table() -> None:
-    table = fused_rules.fallback_table()
+    table = [
+        (rule.name, group, rule.legal, fused_rules.instead_of(group), rule.source)
+        for group, rules in fused_rules.RULES.items()
+        for rule in rules
+    ]
     assert [row[0] for row in table] == list(dict.fromkeys(row[0] for row in table))
     assert set(CASES) == {row[0] for row in table}
     lines = (fused_rules.__doc__ or "").splitlines()
@@ -186,11 +192,13 @@ def test_a_fallback_says_what_was_given() -> None:
     chosen = plan(replace(BASE, query_dtype=torch.float32, positions=True))
     assert names(chosen.fallbacks) == ["query type", "positions"]
     assert list(chosen.routes) == ["decode: reference (query type, positions)"]
-    told = str(chosen.reasons[0])
+    ((told, other),) = [[str(why) for why in whys] for whys in chosen.routes.values()]
+    assert "positions" in other
     assert "torch.float32" in told and "float16 or bfloat16" in told and "reference" in told
     chosen = plan(replace(BASE, block_size=48))
     assert list(chosen.routes) == ["decode: loaded (decode block_size)"]
-    assert "got 48" in str(chosen.reasons[0])
+    ((reason,),) = chosen.routes.values()
+    assert "got 48" in str(reason)
 
 
 FAST = {"query_dtype": torch.bfloat16, "head_dim": 128, "key": "channel", "value": "channel"}
