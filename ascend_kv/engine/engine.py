@@ -108,8 +108,9 @@ class Engine:
             prompt: its text, handed through to the outputs.
 
         Raises:
-            UsageError: the id is no text or in use, the prompt is empty or too long, a token is not in the
-                vocabulary, or a stop string without a tokenizer; nothing has changed then.
+            UsageError: the id is no text or in use, the prompt is empty or too long, a token is
+                not in the vocabulary, or a stop string without a tokenizer; nothing has changed
+                then.
         """
         if not isinstance(request_id, str) or request_id in self._groups:
             raise UsageError("request_id", request_id, "a text that no unfinished request has")

@@ -23,7 +23,8 @@ class Status(Enum):
 class Request:
     """One continuation of one prompt.
 
-    ``key`` names it inside the engine: tables and random streams are kept under it. ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
+    ``key`` names it inside the engine: tables and random streams are kept under it.
+    ``num_computed`` counts the tokens whose keys and values are in the cache. It is behind
     ``num_tokens`` by one while decoding, by more in prefill, and goes to 0 at a preemption.
     """
 

@@ -46,12 +46,27 @@ def load_model(
     path = find_model(model)
     geometry = load_geometry(path)
     confirm_key_shapes(geometry, read_key_shapes(path))
-    name = geometry.dtype if dtype == "auto" else format_spec(dtype).name
-    if format_spec(name).quantized:
-        raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
+    name = weights_dtype(dtype, geometry.dtype)
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
     probe_attention(hf_model, geometry)
     return LoadedModel(hf_model, geometry, name, path, WeightFolding(hf_model))
+
+
+def weights_dtype(dtype: str, own: str) -> str:
+    """The full name of the type that ``dtype`` asks for; ``auto`` is ``own``.
+
+    Raises:
+        UsageError: an unknown type, or a quantized one.
+    """
+    if dtype == "auto":
+        return own
+    try:
+        spec = format_spec(dtype)
+    except (UsageError, TypeError):
+        spec = None
+    if spec is None or spec.quantized:
+        raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
+    return spec.name
 
 
 def load_tokenizer(path: Path) -> Any:
