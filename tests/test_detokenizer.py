@@ -108,8 +108,8 @@ def test_what_is_shown_never_has_to_be_taken_back() -> None:
 
     rng, met_some = random.Random(1), 0
     for _ in range(2000):
-        lengths = [rng.randint(1, 6) for _ in range(rng.randint(1, 3))]
-        strings = ["".join(rng.choices("ab", k=length)) for length in lengths]
+        count = rng.randint(1, 3)
+        strings = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(count)]
         detokenizer = Detokenizer(Pieces(), True, strings, include_stop=rng.random() < 0.5)
         free, shown = rng.randrange(4), ""
         for number in range(12):

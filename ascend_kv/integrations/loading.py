@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
-from ascend_kv.geometry import FORMATS, ModelGeometry
+from ascend_kv.geometry import FORMATS, ModelGeometry, format_spec
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
@@ -48,15 +48,31 @@ def load_model(
         UnsupportedModelError: a model type, a shape or an attention that cannot be served.
         RunError: the checkpoint lacks tensors or cannot be read.
     """
-    if dtype not in ("auto", *FORMATS):
-        raise UsageError("dtype", dtype, ("auto", *FORMATS))
+    weights_dtype(dtype, "float32")  # refused before anything is read
     path = find_model(model)
     geometry = load_geometry(path)
     confirm_key_shapes(geometry, read_key_shapes(path))
-    name = geometry.dtype if dtype == "auto" else dtype
+    name = weights_dtype(dtype, geometry.dtype)
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
     probe_attention(hf_model, geometry)
     return LoadedModel(hf_model, geometry, name, path, WeightFolding(hf_model))
+
+
+def weights_dtype(dtype: str, own: str) -> str:
+    """The full name of the type that ``dtype`` asks for; ``auto`` is ``own``.
+
+    Raises:
+        UsageError: an unknown type, or a quantized one.
+    """
+    if dtype == "auto":
+        return own
+    try:
+        spec = format_spec(dtype)
+    except (UsageError, TypeError):
+        spec = None
+    if spec is None or spec.quantized:
+        raise UsageError("dtype", dtype, "auto, float32, float16, bfloat16")
+    return spec.name
 
 
 def load_tokenizer(path: Path) -> Any:
