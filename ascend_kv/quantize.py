@@ -193,7 +193,7 @@ def _static_tensor(
         raise UsageError(name, _shown(value), expected, f"With {kind}")
     if value is None:
         return None
-    if not isinstance(value, Tensor | Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Tensor | Real):
         raise UsageError(name, value, "a number or a tensor")
     tensor = torch.as_tensor(value, dtype=torch.float32)
     if tensor.dim() not in (0, 4):
