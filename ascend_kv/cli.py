@@ -170,6 +170,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--granularity", default="token_head", help="what shares an INT8 scale")
     parser.add_argument("--group-size", type=int, metavar="CHANNELS", help="for granularity group")
+    parser.add_argument("--asymmetric", action="store_true", help="a zero point with every scale")
+    parser.add_argument(
+        "--skip-layers",
+        default="",
+        metavar="LAYERS",
+        help="not quantized, with commas; --skip-layers=-1,0 are the last and the first",
+    )
     parser.add_argument("--scale-type", default="dynamic", help="dynamic or static (dynamic)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="default: the device's")
     parser.add_argument("--device", default="cpu", help="cpu, 910B1 to 910B4, 950 (cpu)")
@@ -241,8 +248,10 @@ def _plan(options: argparse.Namespace) -> None:
         lengths=(options.prompt, options.output),
         formats=[name.strip() for name in options.formats.split(",")],
         granularity=options.granularity,
+        symmetric=not options.asymmetric,
         scale_type=options.scale_type,
         group_size=options.group_size,
+        skip_layers=_layers(options.skip_layers),
         block_size=options.block_size,
         device=options.device,
         explain=options.explain,
@@ -251,6 +260,13 @@ def _plan(options: argparse.Namespace) -> None:
     print_table(table, console)
     if explanation:
         console.print(explanation, markup=False, highlight=False)
+
+
+def _layers(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(layer) for layer in given.split(",")) if given.strip() else ()
+    except ValueError:
+        raise UsageError("--skip-layers", given, "layer numbers with commas, such as 0,1") from None
 
 
 def _doctor(options: argparse.Namespace) -> None:

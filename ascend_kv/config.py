@@ -33,7 +33,8 @@ C = TypeVar("C")
 
 PairScaling = bool | Literal["auto"]
 KeyOffsetLayers = Literal["auto", "all", "none"] | tuple[int, ...]
-ALLOCATORS = ("paged", "contiguous")
+Allocator = Literal["paged", "contiguous"]
+ALLOCATORS: tuple[str, ...] = typing.get_args(Allocator)
 KVCacheScales = str | Mapping[str, Any]
 """A file of static scales, a checkpoint that has them, or what such a file holds."""
 _DYNAMIC_GRANULARITIES = ("token", "token_head", "group")

@@ -15,6 +15,7 @@ constant rows, denormals, values beyond half range, NaN and infinity, is said an
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.formats import REDUCED_DIMS
 from ascend_kv.geometry import SCALE_TYPES
 from ascend_kv.ops import kv_cache_dequantize, kv_cache_quantize
+from ascend_kv.ops.kv_cache_quantize import check_scale, scale_shape
 
 Tensor = torch.Tensor
 
@@ -66,8 +68,8 @@ class KVCacheQuantize:
         scale_type: ``dynamic``: scales from the values; ``static``: the scales given here, and
             what lies outside their range saturates.
         symmetric: around 0; otherwise with zero points, and ``quantize`` returns six tensors.
-        k_scale: static only: a positive number, or a tensor that broadcasts to the shape of
-            ``quant_mode``, e.g. ``[1,H,1,1]``.
+        k_scale: static only: a positive number, or a tensor of such that broadcasts to the shape
+            of ``quant_mode``, e.g. ``[1,H,1,1]``.
         v_scale: as ``k_scale``.
         k_zero_point: static and asymmetric only, in the shape of ``k_scale``.
         v_zero_point: as ``k_zero_point``.
@@ -86,10 +88,12 @@ class KVCacheQuantize:
         k_zero_point: Tensor | float | None = None,
         v_zero_point: Tensor | float | None = None,
     ) -> None:
-        if quant_mode not in QUANT_MODES:
+        if not isinstance(quant_mode, str) or quant_mode not in QUANT_MODES:
             raise UsageError("quant_mode", quant_mode, QUANT_MODES)
         if scale_type not in SCALE_TYPES:
             raise UsageError("scale_type", scale_type, SCALE_TYPES)
+        if not isinstance(symmetric, bool):
+            raise UsageError("symmetric", symmetric, (True, False))
         static = scale_type == "static"
         wanted = {"k_scale": static, "v_scale": static}
         wanted |= dict.fromkeys(("k_zero_point", "v_zero_point"), static and not symmetric)
@@ -114,8 +118,7 @@ class KVCacheQuantize:
             UsageError: shapes or types that do not fit; on a CPU also NaN or infinity where the
                 scales are static (with dynamic ones they read back as NaN).
         """
-        if v.shape != k.shape:
-            raise UsageError("v", tuple(v.shape), f"{tuple(k.shape)}, as k")
+        _check_alike({"k": k, "v": v})
         k_int8, k_scale, k_zero = self._quantize("k", k)
         v_int8, v_scale, v_zero = self._quantize("v", v)
         if self.symmetric:
@@ -136,16 +139,37 @@ class KVCacheQuantize:
         """Read back what ``quantize`` returned, as float32, float16 or bfloat16.
 
         Raises:
-            UsageError: shapes or types that do not fit, zero points missing or not wanted.
+            UsageError: shapes or types that do not fit, scales of another ``quant_mode``, zero
+                points missing or not wanted.
         """
+        _check_alike({"k_int8": k_int8, "v_int8": v_int8})
         for name, zero in (("k_zero_point", k_zero_point), ("v_zero_point", v_zero_point)):
             if self.symmetric != (zero is None):
                 legal = "None, symmetric" if self.symmetric else "a tensor, asymmetric"
-                raise UsageError(name, None if zero is None else tuple(zero.shape), legal)
+                raise UsageError(name, _shown(zero), legal)
         return KeysValues(
-            kv_cache_dequantize(k_int8, k_scale, k_zero_point, dtype=dtype),
-            kv_cache_dequantize(v_int8, v_scale, v_zero_point, dtype=dtype),
+            self._dequantize("k", k_int8, k_scale, k_zero_point, dtype),
+            self._dequantize("v", v_int8, v_scale, v_zero_point, dtype),
         )
+
+    def _dequantize(
+        self, side: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        given = {f"{side}_scale": scale}
+        if zero_point is not None:
+            given[f"{side}_zero_point"] = zero_point
+        for name, value in given.items():
+            _check_tensor(name, value)
+            if codes.dim() == 4:
+                check_scale(name, value, scale_shape(codes.shape, QUANT_MODES[self.quant_mode]))
+        try:
+            return kv_cache_dequantize(codes, scale, zero_point, dtype=dtype)
+        except UsageError as error:  # the operator calls them codes, scale and zero_point
+            names = {"codes": "int8", "scale": "scale", "zero_point": "zero_point"}
+            if error.field not in names:
+                raise
+            name = f"{side}_{names[error.field]}"
+            raise UsageError(name, error.given, error.legal, error.hint) from None
 
     def _quantize(self, side: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, zero_point = (
@@ -165,17 +189,39 @@ def _static_tensor(
 ) -> Tensor | None:
     """A static scale or zero point as a float32 tensor of four dimensions."""
     if (value is not None) != wanted:
-        raise UsageError(name, value, "a number or a tensor" if wanted else "None", f"With {kind}")
+        expected = "a number or a tensor" if wanted else "None"
+        raise UsageError(name, _shown(value), expected, f"With {kind}")
     if value is None:
         return None
+    if isinstance(value, bool) or not isinstance(value, Tensor | Real):
+        raise UsageError(name, value, "a number or a tensor")
     tensor = torch.as_tensor(value, dtype=torch.float32)
     if tensor.dim() not in (0, 4):
         raise UsageError(name, tuple(tensor.shape), "a number or a tensor of 4 dimensions")
     legal = torch.isfinite(tensor)
     if name.endswith("scale"):
-        legal &= tensor >= 0
+        legal &= tensor > 0
     if not legal.all():
         offending = tensor[~legal].flatten()[0].item()
-        what = "finite numbers" + (", not negative" if name.endswith("scale") else "")
-        raise UsageError(name, offending, what)
+        what = "positive and finite" if name.endswith("scale") else "finite"
+        raise UsageError(name, offending, f"{what} numbers in float32")
     return tensor.reshape(1, 1, 1, 1) if tensor.dim() == 0 else tensor
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise UsageError(name, value, "a tensor")
+
+
+def _check_alike(sides: dict[str, Tensor]) -> None:
+    """Refuse keys and values that are no tensors, or not of one shape."""
+    for name, value in sides.items():
+        _check_tensor(name, value)
+    (first, k), (second, v) = sides.items()
+    if v.shape != k.shape:
+        raise UsageError(second, tuple(v.shape), f"{tuple(k.shape)}, as {first}")
+
+
+def _shown(value: object) -> object:
+    """What an error shows of an argument: of a tensor its shape."""
+    return tuple(value.shape) if isinstance(value, Tensor) else value

@@ -146,15 +146,28 @@ def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
         (["bench", "/no/such.yaml"], 2, "recipe: got '/no/such.yaml'"),
         (["bench", "RECIPE", "--text", "/no/such.txt"], 2, "text: got '/no/such.txt'"),
         (["plan", "MODEL", "--memory", "lots"], 2, "--memory: got 'lots'"),
-        (["plan", "MODEL", *PLAN, "--memory", "1KB"], 2, "kv_cache_memory_bytes"),
-        (["plan", "MODEL", *PLAN, "--formats", "int3"], 2, "kv_cache_dtype: got 'int3'"),
-        (["plan", "MODEL", *PLAN, "--granularity", "row"], 2, "granularity: got 'row'"),
-        (["plan", "MODEL", *PLAN, "--granularity", "group"], 2, "group_size: got None"),
-        (["plan", "MODEL", *PLAN, "--scale-type", "fixed"], 2, "scale_type: got 'fixed'"),
-        (["plan", "MODEL", *PLAN, "--device", "910C"], 2, "device: got '910C'"),
-        (["plan", "MODEL", *PLAN, "--device", "910B1", "--block-size", "24"], 2, "block_size"),
+        (["plan", "", *PLAN], 2, "model: got ''"),
+        (["plan", "MODEL", *PLAN, "--memory", "1KB"], 2, "--memory: got 1000; legal: "),
+        (
+            ["plan", "MODEL", *PLAN, "--device", "910B3", "--memory", "64.1GiB"],
+            2,
+            "--memory: got '64.10 GiB'; legal: at most 64.00 GiB, what a 910B3 has",
+        ),
+        (["plan", "MODEL", *PLAN, "--formats", "int3"], 2, "--formats: got 'int3'"),
+        (["plan", "MODEL", *PLAN, "--formats", ""], 2, "--formats: got ''; legal: auto, "),
+        (["plan", "MODEL", *PLAN, "--granularity", "row"], 2, "--granularity: got 'row'"),
+        (["plan", "MODEL", *PLAN, "--granularity", "group"], 2, "--group-size: got None"),
+        (["plan", "MODEL", *PLAN, "--scale-type", "fixed"], 2, "--scale-type: got 'fixed'"),
+        (["plan", "MODEL", *PLAN, "--device", "910C"], 2, "--device: got '910C'"),
+        (["plan", "MODEL", *PLAN, "--device", "910B1", "--block-size", "24"], 2, "--block-size"),
+        (["plan", "MODEL", *PLAN, "--skip-layers", "7"], 2, "--skip-layers: got 7; legal: -3 to 2"),
+        (["plan", "MODEL", *PLAN, "--skip-layers", "a"], 2, "--skip-layers: got 'a'"),
+        (["plan", "MODEL", *PLAN, "--prompt", "0"], 2, "--prompt: got 0; legal: 1 or more"),
+        (["plan", "MODEL", *PLAN, "--output", "0"], 2, "--output: got 0; legal: 1 or more"),
+        (["bench", "RECIPE", "--model", ""], 2, "model: got ''"),
         (["plan", "MODEL", *PLAN, "--max-model-len", "9999"], 2, "--max-model-len: got 9999"),
-        (["plan", "MODEL", *PLAN, "--prompt", "60"], 2, "lengths"),
+        (["plan", "MODEL", *PLAN, "--max-model-len", "1"], 2, "--max-model-len: got 1"),
+        (["plan", "MODEL", *PLAN, "--prompt", "60"], 2, "--prompt and --output: got '60 + 12'"),
     ],
 )
 def test_mistakes_end_with_a_message_and_a_code(
@@ -251,6 +264,10 @@ def test_plan_counts_sequences(model: Path, capsys: pytest.CaptureFixture[str]) 
             "96",
             "2,603",
         ),
+        # 96 + a scale and a zero point of 4 bytes a vector
+        (["--asymmetric"], "int8/token_head/asymmetric", "192", "1,302"),
+        # the last layer in float32, 128 bytes; two at 32 + 16: 1,000,000 // (4 x 224)
+        (["--skip-layers=-1"], "2 x int8/token_head, 1 x float32", "224", "1,116"),
     ],
 )
 def test_plan_knows_every_kind_of_scale(
@@ -263,7 +280,8 @@ def test_plan_knows_every_kind_of_scale(
 ) -> None:
     assert cli.main(["plan", str(model), *PLAN, "--block-size", "4", *options]) == 0
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = {" ".join(row[:2]): row[2:] for row in cells if len(row) > 8}
+    words = len(scheme.split()) + 1
+    rows = {" ".join(row[:words]): row[words:] for row in cells if len(row) > 8}
     assert rows[f"paged {scheme}"][:2] == [token_bytes, blocks]
 
 

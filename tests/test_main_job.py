@@ -492,7 +492,7 @@ def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ({"modle": "x"}, "modle.*model"),
         ({"workload": {"request": 3}}, "workload.request.*requests"),
         ({"schemes": []}, "one scheme or more"),
-        ({"schemes": [{"name": "a", "allocator": "heap"}]}, "heap.*contiguous, paged"),
+        ({"schemes": [{"name": "a", "allocator": "heap"}]}, "heap.*paged, contiguous"),
         ({"schemes": [{"name": "a", "batch": "huge"}]}, "huge.*planned, all"),
         (
             {"schemes": [{"name": "a"}, {"name": "b", "kv_cache_dtype": "int3"}]},

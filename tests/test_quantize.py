@@ -125,6 +125,16 @@ def test_static(symmetric: bool) -> None:
             {"scale_type": "static", "k_scale": 1.0, "v_scale": 1.0, "k_zero_point": 1.0},
         ),
         ("k_scale", {"scale_type": "static", "k_scale": -1.0, "v_scale": 1.0}),
+        ("k_scale", {"scale_type": "static", "k_scale": 0.0, "v_scale": 1.0}),
+        ("k_scale", {"scale_type": "static", "k_scale": 1e-60, "v_scale": 1.0}),
+        ("v_scale", {"scale_type": "static", "k_scale": 1, "v_scale": torch.zeros(1, 3, 1, 1)}),
+        ("k_scale", {"scale_type": "static", "k_scale": [1.0], "v_scale": 1.0}),
+        ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": "1.0"}),
+        ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": True}),
+        ("symmetric", {"symmetric": "no"}),
+        ("symmetric", {"symmetric": None}),
+        ("quant_mode", {"quant_mode": ["per_head"]}),
+        ("quant_mode", {"quant_mode": None}),
         ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": math.nan}),
         ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": math.inf}),
         ("v_scale", {"scale_type": "static", "k_scale": 1.0, "v_scale": torch.ones(3)}),
@@ -167,3 +177,30 @@ def test_refused_tensors() -> None:
     static = KVCacheQuantize("per_layer", "static", k_scale=torch.ones(1, 3, 1, 1), v_scale=1.0)
     with pytest.raises(UsageError, match=r"k_scale.*\(2, 1, 1, 1\)"):
         static.quantize(k, v)
+
+
+def test_what_dequantize_refuses_is_named_as_its_arguments_are() -> None:
+    quantizer = KVCacheQuantize("per_head", symmetric=False)
+    good = quantizer.quantize(*draw())._asdict()
+    one = torch.ones(2, 3, 5, 1)
+    for field, changes in {
+        "k_int8": {"k_int8": good["k_int8"].float()},
+        "v_int8": {"v_int8": good["v_int8"].short()},
+        "v_int8 ": {"v_int8": good["v_int8"][:, :, :4]},
+        "k_int8 ": {"k_int8": None},
+        "k_int8  ": {"k_int8": good["k_int8"][0], "v_int8": good["v_int8"][0]},
+        "k_scale": {"k_scale": one},  # per token and head
+        "v_scale": {"v_scale": good["v_scale"].double()},
+        "v_scale ": {"v_scale": good["v_scale"][:, :2]},
+        "k_scale ": {"k_scale": None},
+        "v_scale  ": {"v_scale": 1.0},
+        "k_zero_point": {"k_zero_point": one},
+        "v_zero_point": {"v_zero_point": good["v_zero_point"].half()},
+        "k_zero_point ": {"k_zero_point": [0.0]},
+        "dtype": {"dtype": torch.int8},
+    }.items():
+        with pytest.raises(UsageError) as error:
+            quantizer.dequantize(**(good | changes))
+        assert error.value.field == field.strip()
+    with pytest.raises(UsageError, match="k: got None"):
+        quantizer.quantize(None, good["k_scale"])  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from bench_fixture import make_result
 from rich.console import Console
 
 from ascend_kv.errors import RunError
-from ascend_kv.evaluate import report
+from ascend_kv.evaluate import plots, report
 from ascend_kv.evaluate.console import Log
 
 DOCUMENT = Path(__file__).parents[1] / "recipes" / "qwen_910b.md"
@@ -187,3 +187,21 @@ def test_a_disk_already_full_is_noticed_before_the_work(
     with pytest.raises(RunError, match="No space left"):
         report.prepare_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_legend_and_no_note_of_a_plot_lies_over_a_figure() -> None:
+    result = make_result()
+    long = "a scheme with quite a long name"
+    result.schemes = [replace(s, name=f"{long} {i}") for i, s in enumerate(result.schemes * 3)]
+    for draw in (plots._memory, plots._utilisation):
+        figure = draw(result)
+        figure.savefig(io.BytesIO())
+        (axes,) = figure.axes
+        frame, inside = figure.bbox, axes.get_window_extent()
+        outside = [axes.get_legend().get_window_extent()]
+        outside += [text.get_window_extent() for text in axes.texts]
+        for box in outside:
+            assert not box.overlaps(inside)
+            assert frame.x0 < box.x0 and box.x1 < frame.x1 - 5 and frame.y0 < box.y0
+        source = figure._supxlabel.get_window_extent()
+        assert not outside[0].overlaps(source)

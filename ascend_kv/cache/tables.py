@@ -8,10 +8,10 @@ before paging; it is the baseline that people compare with.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from ascend_kv.cache.blocks import BlockPool
 from ascend_kv.cache.stats import CacheStats
+from ascend_kv.config import ALLOCATORS
 from ascend_kv.errors import UsageError
 
 
@@ -157,10 +157,8 @@ def make_tables(
     Raises:
         UsageError: unknown allocator, or not even one sequence fits.
     """
-    makers: dict[str, Callable[[], SequenceTables]] = {
-        "paged": lambda: PagedTables(num_blocks, block_size),
-        "contiguous": lambda: ContiguousTables(num_blocks, block_size, max_model_len),
-    }
-    if allocator not in makers:
-        raise UsageError("kv_allocator", allocator, makers)
-    return makers[allocator]()
+    if allocator not in ALLOCATORS:
+        raise UsageError("kv_allocator", allocator, ALLOCATORS)
+    if allocator == "contiguous":
+        return ContiguousTables(num_blocks, block_size, max_model_len)
+    return PagedTables(num_blocks, block_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
 
@@ -47,7 +48,7 @@ def draw_plots(result: BenchResult, directory: Path) -> list[str]:
 
 
 def _figure(result: BenchResult, title: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(8, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     axes = figure.add_subplot()
     axes.set_title(title)
     figure.supxlabel(
@@ -58,6 +59,13 @@ def _figure(result: BenchResult, title: str) -> tuple[Figure, Any]:
         color="0.45",
     )
     return figure, axes
+
+
+def _legend_below(axes: Any, columns: int) -> None:
+    """A legend so many letters' heights below the axes: past the ticks and the axis' label."""
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.2, ncols=columns, fontsize=9
+    )
 
 
 def _colour(number: int) -> str:
@@ -119,12 +127,13 @@ def _memory(result: BenchResult) -> Figure:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, scheme in enumerate(result.schemes):
         note = f"{scheme.measured.utilisation:.0%} used, {scheme.measured.batch_mean:.1f} at once"
-        axes.text(budget, row, f"  {note}", va="center", fontsize=9)
+        axes.text(1.03 * budget, row, note, va="center", fontsize=9)
     axes.axvline(budget, color="0.3", linestyle="--", linewidth=1)
-    axes.set_xlim(0, 1.36 * budget)
+    # The notes lie right of the axes: the layout makes room for them, however long they are.
+    axes.set_xlim(0, 1.01 * budget)
     axes.set_xlabel("MiB (dashed: the budget)")
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=3, fontsize=9)
+    _legend_below(axes, 3)
     return figure
 
 
@@ -144,5 +153,5 @@ def _utilisation(result: BenchResult) -> Figure:
     axes.set_ylim(0, 102)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
-    axes.legend(loc="center right", fontsize=9)
+    _legend_below(axes, 2)  # a curve may run anywhere within the axes
     return figure

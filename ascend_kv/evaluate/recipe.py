@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ascend_kv.config import CacheConfig, KeyOffsetLayers, PairScaling, from_mapping
+from ascend_kv.config import Allocator, CacheConfig, KeyOffsetLayers, PairScaling, from_mapping
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.workload import WorkloadRecipe
 from ascend_kv.geometry import FORMATS
@@ -41,7 +41,7 @@ class SchemeRecipe:
     """One way to use the budget."""
 
     name: str
-    allocator: Literal["contiguous", "paged"] = "paged"
+    allocator: Allocator = "paged"
     kv_cache_dtype: str = "int8"
     batch: Literal["planned", "all"] = "planned"
     """``planned``: as many sequences as the planner says fit; ``all``: every request at once."""

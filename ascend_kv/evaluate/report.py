@@ -26,6 +26,7 @@ from ascend_kv.evaluate.tables import (
     scheme_table,
     sweep_table,
 )
+from ascend_kv.evaluate.workload import LengthRecipe
 
 _PROBE_BYTES = 4 << 20
 """More than a report and its plots take."""
@@ -151,7 +152,10 @@ def _context(result: BenchResult) -> list[str]:
     """What has to be known to read the figures, one paragraph each."""
     machine, model, drawn, budget = result.machine, result.model, result.workload, result.budget
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    lengths = result.recipe["workload"]
+    prompts, outputs = (
+        LengthRecipe(**result.recipe["workload"][name]).description
+        for name in ("prompt_tokens", "output_tokens")
+    )
     return [
         f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
         f"{machine.threads} threads; {machine.system}; {versions}. Started {result.started}, "
@@ -163,20 +167,13 @@ def _context(result: BenchResult) -> list[str]:
         f"{budget.kv_cache_dtype} sequences of {budget.max_model_len:,} tokens take; blocks of "
         f"{budget.block_size} tokens.",
         f"Requests: {drawn.requests}, prompts of {drawn.prompt_min} to {drawn.prompt_max} tokens "
-        f"(mean {drawn.prompt_mean:.0f} as drawn; {_distribution(lengths['prompt_tokens'])}), "
+        f"(mean {drawn.prompt_mean:.0f} as drawn; {prompts}), "
         f"outputs of {drawn.output_min} to {drawn.output_max} tokens "
-        f"(mean {drawn.output_mean:.0f} as drawn; {_distribution(lengths['output_tokens'])}); "
+        f"(mean {drawn.output_mean:.0f} as drawn; {outputs}); "
         f"together {drawn.total_mean:.0f} on the average. Prompts are slices of "
         f"{result.text.source} ({result.text.tokens:,} tokens). Greedy, fixed output lengths: all "
         "schemes do the same work, in the order listed, each after a short warm-up.",
     ]
-
-
-def _distribution(lengths: dict[str, float]) -> str:
-    return (
-        f"log-normal with mean {lengths['mean']:g}, sigma {lengths['sigma']:g}, clipped to "
-        f"{lengths['min']} to {lengths['max']}"
-    )
 
 
 def _operators(result: BenchResult) -> str:

@@ -32,8 +32,8 @@ class LengthRecipe:
     @property
     def description(self) -> str:
         return (
-            f"log-normal, mean {self.mean:g}, sigma {self.sigma:g}, "
-            f"clipped to {self.min}..{self.max}"
+            f"log-normal with mean {self.mean:g}, sigma {self.sigma:g}, clipped to {self.min} to "
+            f"{self.max}"
         )
 
 

@@ -37,8 +37,6 @@ OFFSET_SHARE = 8.0
 # With scaled pairs a bias costs its own pair only. INT8 stands that unless what varies in the pair
 # (three times its size) is left fewer than 2 of 127 levels.
 SCALED_INT8_SHARE = 64.0
-_CHANGING_ROTATIONS = ("dynamic", "longrope")
-"""Rotary variants whose angle at a position depends on how long the sequence is."""
 
 
 def condition_keys(
@@ -175,9 +173,6 @@ class _Planner:
             return "its keys pass a norm after the bias"
         if not weights.bias.any():
             return "no key bias"
-        kind = getattr(self._embedding, "rope_type", None)
-        if kind in _CHANGING_ROTATIONS:
-            return f"a {kind} rotary embedding turns a position otherwise in longer sequences"
         if not hasattr(self._embedding, "inv_freq"):
             return "its rotary embedding is not the same for all layers"
         if rotary_dim != self._loaded.geometry.head_dim:

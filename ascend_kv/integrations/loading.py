@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
-from ascend_kv.geometry import FORMATS, ModelGeometry, format_spec
+from ascend_kv.geometry import ModelGeometry, format_spec
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
