@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import types
 import typing
@@ -56,7 +57,7 @@ class CacheConfig:
         kv_cache_dtype_skip_layers: layers kept in the model's dtype; negative numbers count from
             the last layer, -1.
         block_size: tokens in a block; None is the device's default.
-        allocator: "paged", or "contiguous", which reserves max_model_len for every sequence.
+        kv_allocator: "paged", or "contiguous", which reserves max_model_len for every sequence.
         kv_cache_memory_bytes: memory for the cache; None leaves it to the caller.
         prefill_reads: "cache": a prompt attends to what is stored, quantized, so that results do
             not depend on how it was cut into chunks.
@@ -78,7 +79,7 @@ class CacheConfig:
     kv_cache_scales: KVCacheScales | None = None
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     block_size: int | None = None
-    allocator: str = "paged"
+    kv_allocator: str = "paged"
     kv_cache_memory_bytes: int | None = None
     prefill_reads: str = "cache"
     pair_scaling: PairScaling = "auto"
@@ -89,7 +90,7 @@ class CacheConfig:
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("symmetric", self.symmetric, (True, False))
         _one_of("scale_type", self.scale_type, SCALE_TYPES)
-        _one_of("allocator", self.allocator, ALLOCATORS)
+        _one_of("kv_allocator", self.kv_allocator, ALLOCATORS)
         if self.prefill_reads != "cache":
             raise UsageError(
                 "prefill_reads",
@@ -104,13 +105,17 @@ class CacheConfig:
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         layers = self.kv_cache_dtype_skip_layers
-        if not isinstance(layers, Sequence) or not all(_is_int(layer) for layer in layers):
+        if not _is_layers(layers):
             raise UsageError("kv_cache_dtype_skip_layers", layers, "a list of layer numbers")
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(layers))
         self._check_scales()
         self._check_conditioning()
 
     def _check_scales(self) -> None:
+        scales: object = self.kv_cache_scales
+        if not isinstance(scales, str | Mapping | None):
+            legal = "a file, the directory of a checkpoint, or a mapping"
+            raise UsageError("kv_cache_scales", scales, legal)
         if self.scale_type != "static" and self.kv_cache_scales is not None:
             raise UsageError("scale_type", self.scale_type, "static with kv_cache_scales")
         if self.kv_cache_dtype == "auto":
@@ -137,11 +142,7 @@ class CacheConfig:
         layers = self.key_offset_layers
         if layers in ("auto", "all", "none"):
             return
-        if (
-            isinstance(layers, str)
-            or not isinstance(layers, Sequence)
-            or not all(_is_int(layer) for layer in layers)
-        ):
+        if not _is_layers(layers):
             raise UsageError("key_offset_layers", layers, "auto, all, none, or a list of layers")
         object.__setattr__(self, "key_offset_layers", tuple(layers))
 
@@ -186,18 +187,28 @@ def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> Ca
 
     Args:
         config: from the separate arguments.
-        mapping: fields of ``CacheConfig``, and ``enable_paged_attention``: true for the paged
-            allocator, false for the contiguous one.
+        mapping: fields of ``CacheConfig``, and ``enable_paged_attention``: true for
+            ``kv_allocator`` paged, false for contiguous.
 
     Raises:
         UsageError: an unknown key, a wrong type, or a field that says otherwise than ``config``
-            where that is not at its default.
+            where that is not at its default, or than ``enable_paged_attention``.
     """
+    if not isinstance(mapping, Mapping):
+        raise UsageError("kv_cache_config", mapping, "a mapping from names to values")
     values = dict(mapping)
+    if isinstance(values.get("kv_cache_scales"), os.PathLike):
+        values["kv_cache_scales"] = os.fspath(values["kv_cache_scales"])
     if "enable_paged_attention" in values:
         paged = values.pop("enable_paged_attention")
         _one_of("kv_cache_config.enable_paged_attention", paged, (True, False))
-        values["allocator"] = "paged" if paged else "contiguous"
+        allocator = "paged" if paged else "contiguous"
+        if values.setdefault("kv_allocator", allocator) != allocator:
+            raise UsageError(
+                "kv_cache_config.kv_allocator",
+                values["kv_allocator"],
+                f"{allocator}, as enable_paged_attention says; give one of them",
+            )
     given = from_mapping(CacheConfig, values, "kv_cache_config")
     for name in values:
         own, theirs = getattr(config, name), getattr(given, name)
@@ -238,6 +249,25 @@ def resolve_formats(
             )
     skipped = {layer % layers for layer in cache.kv_cache_dtype_skip_layers}
     return tuple(plain if layer in skipped else chosen for layer in range(layers))
+
+
+def check_quantization_is_used(cache: CacheConfig, formats: Sequence[FormatSpec]) -> None:
+    """Refuse settings of a quantization that does not take place.
+
+    Raises:
+        UsageError: no format is quantized, and a setting of scales is not at its default.
+    """
+    if any(spec.quantized for spec in formats):
+        return
+    for name in ("scale_type", "kv_cache_scales", "group_size", "granularity", "symmetric"):
+        default = CacheConfig.__dataclass_fields__[name].default
+        if getattr(cache, name) != default:
+            raise UsageError(
+                name,
+                getattr(cache, name),
+                f"{default} where no layer is quantized",
+                "It would change nothing: give kv_cache_dtype int8, or leave it out.",
+            )
 
 
 def resolve_block_size(cache: CacheConfig, device: Device, formats: Sequence[FormatSpec]) -> int:
@@ -396,6 +426,14 @@ def _describe(kind: Any) -> str:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_layers(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(_is_int(layer) for layer in value)
+    )
 
 
 def _at_least_one(field: str, value: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from ascend_kv.config import (
     KVCacheScales,
     PairScaling,
     SchedulerConfig,
+    check_quantization_is_used,
     format_bytes,
     merge_kv_cache_config,
+    parse_bytes,
     plan_blocks,
     resolve_block_size,
     resolve_formats,
@@ -77,7 +79,7 @@ class LLMEngine:
         pair_scaling: PairScaling = "auto",
         key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
         max_model_len: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
+        kv_cache_memory_bytes: int | str | None = None,
         gpu_memory_utilization: float | None = None,
         block_size: int | None = None,
         kv_allocator: str = "paged",
@@ -112,7 +114,8 @@ class LLMEngine:
             key_offset_layers: layers whose keys are stored without the model's key bias: auto,
                 all, none, or a list. ``conditioning`` says what was done and why.
             max_model_len: longest prompt and output together, in tokens; None: the model's.
-            kv_cache_memory_bytes: bytes for keys, values and scales.
+            kv_cache_memory_bytes: bytes for keys, values and scales: a number, or text such as
+                "1.5GiB"; not more than are free.
             gpu_memory_utilization: where no bytes are given: on an NPU the share of its memory
                 that weights and cache may take together (0.9), on a CPU the share of the memory
                 still available after the weights; None there: 1 GiB or one longest sequence.
@@ -127,12 +130,17 @@ class LLMEngine:
             skip_tokenizer_init: take and give token ids only.
             seed: for requests without a seed of their own.
             device: auto, cpu or npu.
-            weights: what ``load_model`` returned, to share weights between several engines.
+            weights: what ``load_model`` returned, to share weights between several engines;
+                ``dtype`` is auto or theirs then.
 
         Raises:
-            UsageError: a value that is not legal, among them a budget too small for one sequence.
+            UsageError: a value that is not legal, among them a budget too small for one sequence,
+                and settings of INT8 scales where no layer is quantized.
             UnsupportedModelError: a model that cannot be served.
         """
+        _check_utilization(gpu_memory_utilization)
+        if not isinstance(skip_tokenizer_init, bool):
+            raise UsageError("skip_tokenizer_init", skip_tokenizer_init, "True, False")
         cache_config = merge_kv_cache_config(
             CacheConfig(
                 kv_cache_dtype=kv_cache_dtype,
@@ -143,29 +151,32 @@ class LLMEngine:
                 kv_cache_scales=str(kv_cache_scales)
                 if isinstance(kv_cache_scales, Path)
                 else kv_cache_scales,
-                kv_cache_dtype_skip_layers=tuple(kv_cache_dtype_skip_layers),
+                kv_cache_dtype_skip_layers=kv_cache_dtype_skip_layers,  # type: ignore[arg-type]
                 block_size=block_size,
-                allocator=kv_allocator,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                kv_allocator=kv_allocator,
+                kv_cache_memory_bytes=None
+                if kv_cache_memory_bytes is None
+                else parse_bytes(kv_cache_memory_bytes),
                 pair_scaling=pair_scaling,
-                key_offset_layers=tuple(key_offset_layers)
-                if isinstance(key_offset_layers, Sequence)
-                and not isinstance(key_offset_layers, str)
-                else key_offset_layers,
+                key_offset_layers=key_offset_layers,  # type: ignore[arg-type]
             ),
-            kv_cache_config or {},
+            {} if kv_cache_config is None else kv_cache_config,
         )
         self.device = platform.find_device() if device == "auto" else device
         platform.check_device(self.device)
         self.weights = load_model(model, dtype, self.device) if weights is None else weights
+        if weights is not None and dtype not in ("auto", weights.dtype):
+            raise UsageError("dtype", dtype, f"auto or {self.weights.dtype}, as the weights are")
         self.geometry = self.weights.geometry
         self.formats = resolve_formats(self.geometry, cache_config, self.weights.dtype)
+        check_quantization_is_used(cache_config, self.formats)
         self.max_model_len = _max_model_len(max_model_len, self.geometry.max_position_tokens)
         device_figures = get_device(platform.device_name(self.device))
         self.block_size = resolve_block_size(cache_config, device_figures, self.formats)
         memory_bytes = cache_config.kv_cache_memory_bytes
         if memory_bytes is None:
             memory_bytes = self._share_of_memory(gpu_memory_utilization)
+        self._check_is_free(memory_bytes)
         num_blocks = plan_blocks(
             self.geometry, self.formats, self.block_size, memory_bytes, self.max_model_len
         )
@@ -177,7 +188,7 @@ class LLMEngine:
         )
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(self.weights.path)
         self.tables = make_tables(
-            cache_config.allocator, num_blocks, self.block_size, self.max_model_len
+            cache_config.kv_allocator, num_blocks, self.block_size, self.max_model_len
         )
         keys = condition_keys(
             self.weights, self.formats, cache_config.pair_scaling, cache_config.key_offset_layers
@@ -223,8 +234,8 @@ class LLMEngine:
         Raises:
             UsageError: a prompt that cannot be served; nothing has changed then.
         """
-        text, token_ids = tokenize(self.tokenizer, prompt)
-        self.engine.add_request(request_id, token_ids, params or SamplingParams(), text)
+        params = SamplingParams() if params is None else params
+        self._queue(request_id, tokenize(self.tokenizer, prompt), params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request; returns what it has so far, None for an unknown or finished id."""
@@ -238,10 +249,21 @@ class LLMEngine:
         """Run one batch; returns every request that got a token, finished ones among them."""
         return self.engine.step()
 
+    def _queue(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams) -> None:
+        if prompt.refusal is not None:
+            raise prompt.refusal
+        self.engine.add_request(request_id, prompt.token_ids, params, prompt.text)
+
+    def _check_is_free(self, memory_bytes: int) -> None:
+        free = platform.free_memory_bytes(self.device)
+        if memory_bytes > free:  # a system that lends more than it has would kill us later
+            raise UsageError(
+                "kv_cache_memory_bytes",
+                memory_bytes,
+                f"at most {free} ({format_bytes(free)}), which are free on {self.device}",
+            )
+
     def _share_of_memory(self, utilization: float | None) -> int:
-        given = isinstance(utilization, int | float) and 0 < utilization <= 1
-        if utilization is not None and not given:
-            raise UsageError("gpu_memory_utilization", utilization, "above 0 and up to 1")
         free = platform.free_memory_bytes(self.device)
         if self.device == "npu":
             total = platform.total_memory_bytes(self.device)
@@ -298,6 +320,43 @@ class LLM(LLMEngine):
         super().__init__(model, **options)
         self._request_ids = itertools.count()
         self._async_engine: AsyncEngine | None = None
+        # Every step serves whoever waits: outputs go to the inbox of the call that queued the
+        # request, those of ``add_request`` are kept for ``step``. Only the newest of each counts.
+        self._inboxes: dict[str, dict[str, RequestOutput]] = {}
+        self._kept: dict[str, RequestOutput] = {}
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request for ``step``; see ``LLMEngine``.
+
+        ``generate``, ``chat``, ``stream`` and ``generate_async`` run it along meanwhile; what it
+        has got by then comes with the next ``step``.
+        """
+        taken = self._kept.keys() | self._inboxes.keys()
+        if isinstance(request_id, str) and request_id in taken:
+            raise UsageError("request_id", request_id, "a text that no unfinished request has")
+        super().add_request(request_id, prompt, params)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request; returns what it has and was not seen yet, None for an unknown id."""
+        kept = self._kept.pop(request_id, None)
+        return super().abort_request(request_id) or kept
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything left to do, or to give."""
+        return bool(self._kept) or super().has_unfinished_requests()
+
+    def step(self) -> list[RequestOutput]:
+        """Outputs that are news: those kept while others ran, else those of one batch.
+
+        Requests of a ``stream`` that is not read to its end run along; the stream has theirs.
+        """
+        if not self._kept:
+            self._run_batch()
+        outputs = list(self._kept.values())
+        self._kept.clear()
+        return outputs
 
     def generate(
         self,
@@ -315,14 +374,12 @@ class LLM(LLMEngine):
         Returns:
             One output a prompt, in order. A prompt that cannot be served (empty, too long) has
             ``error`` set and finish_reason "error"; the others are served all the same.
+            Requests of ``add_request`` run along, and ``step`` gives their outputs.
 
         Raises:
             UsageError: arguments of the wrong kind; nothing has been generated then.
         """
-        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(
-            [tokenize(self.tokenizer, item) for item in items], sampling_params, use_tqdm
-        )
+        return self._run(self._tokenized(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -339,7 +396,8 @@ class LLM(LLMEngine):
         Raises:
             UsageError: as ``generate``; also a model without a chat template.
         """
-        single = not messages or isinstance(messages[0], Mapping)
+        several = isinstance(messages, Sequence) and messages
+        single = not several or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts = [apply_chat_template(self.tokenizer, one) for one in conversations]
         return self._run(prompts, sampling_params, use_tqdm)
@@ -355,14 +413,13 @@ class LLM(LLMEngine):
         far, not only what is new. Leaving the iteration early aborts what is unfinished.
 
         Raises:
-            UsageError: as ``generate``.
+            UsageError: as ``generate``, before the iteration begins.
         """
-        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        tokenized = [tokenize(self.tokenizer, item) for item in items]
-        for _, output in self._stream(tokenized, _one_each(sampling_params, len(items))):
-            yield output
+        tokenized = self._tokenized(prompts)
+        params = _one_each(sampling_params, len(tokenized))
+        return (output for _, output in self._stream(tokenized, params))
 
-    async def generate_async(
+    def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one prompt as they grow, for asyncio; concurrent calls share batches.
@@ -370,16 +427,39 @@ class LLM(LLMEngine):
         Leaving the iteration early, or cancelling the task, aborts the request.
 
         Raises:
-            UsageError: a prompt that cannot be served.
+            UsageError: arguments of the wrong kind, at once; a prompt that cannot be served,
+                when the iteration begins.
         """
-        text, token_ids = tokenize(self.tokenizer, prompt)
+        tokenized = tokenize(self.tokenizer, prompt)
+        if tokenized.refusal is not None:
+            raise tokenized.refusal
+        (params,) = _one_each(sampling_params, 1)
         if self._async_engine is None:
-            self._async_engine = AsyncEngine(self.engine)
-        stream = self._async_engine.generate(
-            f"async-{next(self._request_ids)}", token_ids, sampling_params or SamplingParams(), text
-        )
-        async for output in stream:
-            yield output
+            self._async_engine = AsyncEngine(self.engine, self._deliver)
+        (request_id,) = self._new_ids("async-{call}", 1)
+        return self._async_engine.generate(request_id, tokenized.token_ids, params, tokenized.text)
+
+    def _tokenized(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise UsageError("prompts", prompts, "a prompt, or a list of prompts")
+        return [tokenize(self.tokenizer, prompt) for prompt in prompts]
+
+    def _new_ids(self, form: str, count: int) -> list[str]:
+        """Ids for the requests of one call that no request of the user's has."""
+        while True:
+            call = next(self._request_ids)
+            ids = [form.format(call=call, number=number) for number in range(count)]
+            if not any(self.engine.has_request(name) or name in self._kept for name in ids):
+                return ids
+
+    def _run_batch(self) -> None:
+        for output in self.engine.step():
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        self._inboxes.get(output.request_id, self._kept)[output.request_id] = output
 
     def _run(
         self,
@@ -401,28 +481,38 @@ class LLM(LLMEngine):
         self, prompts: list[TokenizedPrompt], params: list[SamplingParams]
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs with the numbers of their prompts; refused prompts come first."""
-        numbers: dict[str, int] = {}
-        call = next(self._request_ids)
+        numbers: dict[str, int] = {}  # of what is not finished
+        inbox: dict[str, RequestOutput] = {}
+        ids = self._new_ids("{call}-{number}", len(prompts))
         try:
-            for number, ((text, token_ids), one) in enumerate(zip(prompts, params, strict=True)):
-                request_id = f"{call}-{number}"
+            for number, (request_id, prompt, one) in enumerate(
+                zip(ids, prompts, params, strict=True)
+            ):
                 try:
-                    self.engine.add_request(request_id, token_ids, one, text)
+                    self._queue(request_id, prompt, one)
                     numbers[request_id] = number
+                    self._inboxes[request_id] = inbox
                 except UsageError as error:
                     logger.warning("prompt %d refused: %s", number, error)
-                    completion = CompletionOutput(0, "", [], "error")
-                    yield (
-                        number,
-                        RequestOutput(request_id, text, token_ids, [completion], True, str(error)),
-                    )
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    if output.request_id in numbers:
-                        yield numbers[output.request_id], output
+                    yield number, _refused(request_id, prompt, str(error))
+            # Someone else may have stepped, or aborted a request, while this waited at a yield.
+            while inbox or any(self.engine.has_request(request_id) for request_id in numbers):
+                if not inbox:
+                    self._run_batch()
+                for request_id in list(inbox):
+                    output, number = inbox.pop(request_id), numbers[request_id]
+                    if output.finished:
+                        del numbers[request_id], self._inboxes[request_id]
+                    yield number, output
         finally:
             for request_id in numbers:  # after an interruption the engine must be usable again
                 self.engine.abort_request(request_id)
+                del self._inboxes[request_id]
+
+
+def _refused(request_id: str, prompt: TokenizedPrompt, error: str) -> RequestOutput:
+    completion = CompletionOutput(0, "", [], "error")
+    return RequestOutput(request_id, prompt.text, prompt.token_ids, [completion], True, error)
 
 
 def _one_each(
@@ -430,15 +520,24 @@ def _one_each(
 ) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
-    params = list(sampling_params)
+    params = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise UsageError("sampling_params", one, "SamplingParams, or a list of them")
     if len(params) != count:
         raise UsageError("sampling_params", f"{len(params)} of them", f"1 or {count}")
     return params
 
 
+def _check_utilization(given: object) -> None:
+    fits = isinstance(given, int | float) and not isinstance(given, bool) and 0 < given <= 1
+    if given is not None and not fits:
+        raise UsageError("gpu_memory_utilization", given, "above 0 and up to 1")
+
+
 def _max_model_len(given: int | None, longest: int) -> int:
     if given is None:
         return longest
-    if not 2 <= given <= longest:
+    if not isinstance(given, int) or isinstance(given, bool) or not 2 <= given <= longest:
         raise UsageError("max_model_len", given, f"2 to {longest} (the model's positions)")
     return given

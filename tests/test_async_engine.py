@@ -13,14 +13,18 @@ from ascend_kv.cache.tables import PagedTables
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.async_engine import AsyncEngine
 from ascend_kv.engine.engine import Engine
+from ascend_kv.engine.outputs import RequestOutput
 from ascend_kv.errors import UsageError
 
 
-def make(max_num_seqs: int = 8) -> tuple[AsyncEngine, Engine, PagedTables]:
+def make(
+    max_num_seqs: int = 8, others: list[RequestOutput] | None = None
+) -> tuple[AsyncEngine, Engine, PagedTables]:
+    others = [] if others is None else others
     tables = PagedTables(64, 4)
     config = SchedulerConfig(max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
     engine = Engine(SlotModel(tables), tables, config)
-    return AsyncEngine(engine), engine, tables
+    return AsyncEngine(engine, others.append), engine, tables
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -44,6 +48,17 @@ def test_concurrent_streams_share_batches_and_grow_token_by_token() -> None:
         assert lists == [want[: n + 1] for n in range(7)]
     assert max(step.running for step in engine.stats.steps) > 1
     assert tables.stats().used_blocks == 0
+
+
+def test_requests_queued_in_another_way_are_handed_on() -> None:
+    others: list[RequestOutput] = []
+    stream, engine, _ = make(others=others)
+    engine.add_request("short", [1, 2], greedy(3))
+    engine.add_request("long", [2, 3], greedy(30))
+    assert len(run(collect(stream, "x", [5], 6))) == 6
+    names = [output.request_id for output in others]
+    assert (names.count("short"), names.count("long")) == (3, 6)
+    assert engine.has_request("long")  # it goes on when someone steps
 
 
 def test_leaving_early_frees_the_request_and_the_others_go_on() -> None:

@@ -15,7 +15,9 @@ from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.llm import LLM
+from ascend_kv.ops import platform
 
+INT8 = {"kv_cache_dtype": "int8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -26,7 +28,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def make_llm(weights: LoadedModel, **options: Any) -> LLM:
     options = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20} | options
-    return LLM(weights.path, weights=weights, skip_tokenizer_init=True, **options)
+    options = {"skip_tokenizer_init": True} | options
+    return LLM(weights.path, weights=weights, **options)
 
 
 def token_ids(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
@@ -118,10 +121,40 @@ def test_bad_prompts_get_an_error_and_the_others_are_served(
         ({"kv_cache_dtype": "int7"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "int8", "granularity": "row"}, "granularity"),
         ({"kv_cache_dtype": "int8", "granularity": "channel"}, "granularity"),
-        ({"kv_allocator": "slab"}, "allocator"),
+        ({"kv_allocator": "slab"}, "kv_allocator"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 257}, "max_model_len"),
         ({"max_model_len": 1}, "max_model_len"),
+        ({"max_model_len": "x"}, "max_model_len"),
+        ({"max_model_len": 8.0}, "max_model_len"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"kv_cache_dtype_skip_layers": 3}, "kv_cache_dtype_skip_layers"),
+        ({"kv_cache_dtype_skip_layers": None}, "kv_cache_dtype_skip_layers"),
+        ({"kv_cache_config": [1]}, "kv_cache_config"),
+        ({"kv_cache_config": "x"}, "kv_cache_config"),
+        ({"kv_cache_config": []}, "kv_cache_config"),
+        ({"scale_type": "static", "kv_cache_scales": [1], **INT8}, "kv_cache_scales"),
+        ({"scale_type": "static", "kv_cache_scales": {1: 2}, **INT8}, "kv_cache_scales"),
+        (
+            {"scale_type": "static", "kv_cache_scales": {"__metadata__": 5}, **INT8},
+            "kv_cache_scales: __metadata__",
+        ),
+        ({"gpu_memory_utilization": 5}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization"),
+        ({"skip_tokenizer_init": "x"}, "skip_tokenizer_init"),
+        ({"kv_cache_memory_bytes": 10**15}, "kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": "much"}, "kv_cache_memory_bytes"),
+        ({"granularity": "group", "group_size": 16}, "group_size"),
+        ({"scale_type": "static", "kv_cache_scales": "/nope"}, "scale_type"),
+        ({"scale_type": "static"}, "scale_type"),
+        ({"granularity": "token"}, "granularity"),
+        ({"symmetric": False, "kv_cache_dtype": "float16"}, "symmetric"),
+        ({"dtype": "foo"}, "dtype"),
+        ({"dtype": 5}, "dtype"),
+        ({"dtype": ["float32"]}, "dtype"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "float16"}, "dtype"),
         ({"kv_cache_dtype_skip_layers": [3]}, "kv_cache_dtype_skip_layers"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"device": "tpu"}, "device"),
@@ -132,7 +165,7 @@ def test_bad_arguments_are_refused_by_name(
 ) -> None:
     with pytest.raises(UsageError) as caught:
         make_llm(weights, **options)
-    assert field in caught.value.field
+    assert caught.value.field == field
     assert caught.value.legal
 
 
@@ -143,6 +176,8 @@ def test_bad_arguments_are_refused_by_name(
         ({"text": "x"}, "prompt"),
         ({"prompt_token_ids": [1, "2"]}, "prompt_token_ids"),
         ({"prompt_token_ids": 5}, "prompt_token_ids"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1], "prompt": 5}, "prompt"),
         (7, "prompt"),
     ],
 )
@@ -154,6 +189,47 @@ def test_prompts_of_the_wrong_kind_are_refused(
         llm.generate([prompt], GREEDY, use_tqdm=False)
     assert caught.value.field == field
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_missing_model_and_dtypes_that_are_the_weights_own(weights: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="model: got None"):
+        LLM(None)  # type: ignore[arg-type]
+    assert make_llm(weights, dtype="float32").weights.dtype == "float32"
+
+
+def test_a_budget_beyond_what_is_free_is_refused_before_it_is_taken(
+    weights: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "free_memory_bytes", lambda device: 1 << 20)
+    assert make_llm(weights, kv_cache_memory_bytes="1MiB").cache.num_blocks > 0
+    for budget in ((1 << 20) + 1, None):  # None: the default
+        with pytest.raises(UsageError, match=r"at most 1048576 \(1.00 MiB\).* free on cpu"):
+            make_llm(weights, kv_cache_memory_bytes=budget)
+
+
+@pytest.mark.parametrize("prompts", [5, None])
+def test_what_are_no_prompts_is_refused(weights: LoadedModel, prompts: Any) -> None:
+    llm = make_llm(weights)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(UsageError) as caught:
+            call(prompts)
+        assert caught.value.field == "prompts"
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 3}, [GREEDY, {"max_tokens": 3}], {}, "xy"])
+def test_what_are_no_params_is_refused(weights: LoadedModel, params: Any) -> None:
+    llm = make_llm(weights)
+    prompts: Any = [{"prompt_token_ids": [1]}] * 2
+    for call in (
+        lambda: llm.generate(prompts, params),
+        lambda: llm.stream(prompts, params),
+        lambda: llm.add_request("x", prompts[0], params),
+        lambda: llm.generate_async(prompts[0], params),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert caught.value.field == "sampling_params"
+    assert not llm.has_unfinished_requests()
 
 
 def test_a_wrong_number_of_params_is_refused(weights: LoadedModel) -> None:

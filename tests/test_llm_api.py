@@ -77,7 +77,66 @@ def test_conversations_need_a_tokenizer_with_a_template(llm: LLM, weights: Loade
         make(LLM, weights, skip_tokenizer_init=True).chat(messages)
 
 
+def test_text_that_cannot_be_encoded_fails_alone(llm: LLM) -> None:
+    good, bad = llm.generate(["Hello", "a\ud800b"], GREEDY, use_tqdm=False)
+    assert len(good.outputs[0].token_ids) == 6 and good.error is None
+    assert bad.outputs[0].finish_reason == "error" and bad.prompt == "a\ud800b"
+    assert str(bad.error).startswith(r"prompt: got '\ud800'; legal: text that UTF-8 can encode")
+    (answer,) = llm.chat([{"role": "user", "content": "\udfff"}], GREEDY, use_tqdm=False)
+    assert "UTF-8" in str(answer.error)
+    for call in (lambda: llm.add_request("x", "\ud800"), lambda: llm.generate_async("\ud800")):
+        with pytest.raises(UsageError, match="prompt: got"):
+            call()
+
+
 # Streams
+
+
+def test_streams_check_their_arguments_at_once(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="prompt_token_ids"):
+        llm.stream([{"prompt_token_ids": "x"}])
+    with pytest.raises(UsageError, match="prompt: got 5"):
+        llm.generate_async(5)  # type: ignore[arg-type]
+
+
+def test_streams_may_be_read_in_turns(llm: LLM) -> None:
+    prompts = ["def f(x):", "import", "a"]
+    want = [output.outputs[0].text for output in llm.generate(prompts, GREEDY, False)]
+    first, second = llm.stream(prompts[:2], GREEDY), llm.stream(prompts[2:], GREEDY)
+    last: dict[str, Any] = {}
+    for output in (next(first), next(second), *second, *first):
+        last[output.request_id] = output
+    assert sorted(output.outputs[0].text for output in last.values()) == sorted(want)
+    assert all(output.finished for output in last.values())
+
+
+def test_requests_that_are_queued_are_not_lost_while_others_run(llm: LLM) -> None:
+    wanted = {name: llm.generate(name, GREEDY, False)[0].outputs[0].text for name in "abcd"}
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    whole = llm.generate("d", long, use_tqdm=False)[0].outputs[0].text
+    ids = {"a": "5-0", "b": "async-7", "c": "c"}  # what generate would call its own, too
+    for prompt, name in ids.items():
+        llm.add_request(name, prompt, GREEDY)
+    llm.add_request("long", "d", long)
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].text == wanted["a"]
+
+    async def read() -> list[str]:
+        return [output.outputs[0].text async for output in llm.generate_async("b", GREEDY)]
+
+    assert asyncio.run(read())[-1] == wanted["b"]
+    assert len(list(llm.stream("c", GREEDY))) == 6
+    with pytest.raises(UsageError, match="request_id"):
+        llm.add_request("c", "another")  # its output has not been seen yet
+    aborted = llm.abort_request("5-0")  # finished meanwhile
+    assert aborted is not None and aborted.outputs[0].text == wanted["a"]
+    assert llm.abort_request("5-0") is None
+    last = {}
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            last[output.request_id] = output
+    texts = {name: output.outputs[0].text for name, output in last.items()}
+    assert texts == {"async-7": wanted["b"], "c": wanted["c"], "long": whole}
+    assert all(output.finished for output in last.values())
 
 
 def test_a_stream_grows_to_what_generate_gives(llm: LLM) -> None:
@@ -176,6 +235,9 @@ def test_the_cache_in_one_mapping(weights: LoadedModel) -> None:
     config["enable_paged_attention"] = False
     engine = make(LLMEngine, weights, kv_cache_config=config)
     assert isinstance(engine.tables, ContiguousTables)
+    config["kv_allocator"] = "contiguous"  # said twice, and alike
+    engine = make(LLMEngine, weights, kv_cache_config=config, kv_cache_memory_bytes="64KiB")
+    assert isinstance(engine.tables, ContiguousTables)
     budget = {"kv_cache_memory_bytes": "256KiB"}
     engine = make(LLMEngine, weights, kv_cache_memory_bytes=None, kv_cache_config=budget)
     block_bytes = engine.geometry.block_bytes(engine.formats, engine.block_size)
@@ -188,6 +250,11 @@ def test_the_cache_in_one_mapping(weights: LoadedModel) -> None:
         ({"blok_size": 4}, "kv_cache_config: blok_size.*block_size"),
         ({"block_size": "4"}, "kv_cache_config: block_size: got '4'"),
         ({"enable_paged_attention": 1}, "kv_cache_config.enable_paged_attention"),
+        ({"allocator": "paged"}, "kv_cache_config: allocator: .*Did you mean kv_allocator"),
+        (
+            {"enable_paged_attention": True, "kv_allocator": "contiguous"},
+            "kv_cache_config.kv_allocator: got 'contiguous'; legal: paged, as enable_paged",
+        ),
         ({"block_size": 8}, "kv_cache_config.block_size: got 8; legal: 4, as the argument"),
     ],
 )

@@ -87,7 +87,10 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Ma
     """Entries and metadata."""
     if isinstance(source, Mapping):
         entries = {name: value for name, value in source.items() if name != METADATA}
-        return entries, source.get(METADATA, {})
+        metadata = source.get(METADATA, {})
+        if not isinstance(metadata, Mapping):
+            raise UsageError(f"{FIELD}: {METADATA}", metadata, "a mapping from names to text")
+        return entries, metadata
     path = Path(source)
     if path.is_dir():
         return read_checkpoint_scales(path), {}
@@ -102,7 +105,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Ma
 
 def _check_names(entries: Mapping[str, Any], num_layers: int) -> None:
     for name in entries:
-        match = _ENTRY.fullmatch(name)
+        match = _ENTRY.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             legal = "layers.0.key_scale, layers.0.value_scale, layers.0.key_zero_point and so on"
             raise UsageError(FIELD, name, legal)

@@ -19,9 +19,13 @@ from ascend_kv.engine.params import SamplingParams
 class AsyncEngine:
     """Streams of outputs over one ``Engine``; belongs to one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        """``engine`` must not be stepped by anyone else meanwhile."""
+    def __init__(self, engine: Engine, others: Callable[[RequestOutput], object]) -> None:
+        """Stream from ``engine``, which must not be stepped by anyone else meanwhile.
+
+        ``others`` is called with the outputs of requests that were queued in another way.
+        """
         self._engine = engine
+        self._others = others
         self._wishes: list[Callable[[], Any]] = []
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.Task[None] | None = None
@@ -63,8 +67,12 @@ class AsyncEngine:
             if self._wishes and add in self._wishes:  # not even taken yet
                 self._wishes.remove(add)
             elif self._streams.get(request_id) is stream:
-                del self._streams[request_id]
-                self._wish(lambda: self._engine.abort_request(request_id))
+                self._wish(lambda: self._leave(request_id, stream))
+
+    def _leave(self, request_id: str, stream: asyncio.Queue[RequestOutput | Exception]) -> None:
+        if self._streams.get(request_id) is stream:  # else it has come to its end meanwhile
+            del self._streams[request_id]
+            self._engine.abort_request(request_id)
 
     def _wish(self, action: Callable[[], Any]) -> None:
         self._wishes.append(action)
@@ -80,7 +88,7 @@ class AsyncEngine:
             raise
 
     async def _serve(self) -> None:
-        while self._wishes or self._engine.has_unfinished_requests():
+        while self._wishes or self._streams:
             self._grant_wishes()
             try:
                 outputs = await self._step()
@@ -88,10 +96,12 @@ class AsyncEngine:
                 self._report(error)
                 continue
             for output in outputs:
-                if output.request_id in self._streams:
-                    self._streams[output.request_id].put_nowait(output)
-                    if output.finished:
-                        del self._streams[output.request_id]
+                if output.request_id not in self._streams:
+                    self._others(output)
+                    continue
+                self._streams[output.request_id].put_nowait(output)
+                if output.finished:
+                    del self._streams[output.request_id]
 
     async def _step(self) -> list[RequestOutput]:
         step = self._worker.submit(self._engine.step)

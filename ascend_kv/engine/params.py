@@ -70,11 +70,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1)
+        check_whole("n", self.n, 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _whole("top_k", self.top_k, -1)
+            check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_whole("top_k", self.top_k, -1)
         for name in _NUMBERS:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool):
@@ -92,10 +92,10 @@ class SamplingParams:
             if not -2 <= getattr(self, name) <= 2:
                 raise UsageError(name, getattr(self, name), "-2 to 2")
         if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1)
+            check_whole("seed", self.seed, 0, 2**63 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MOST_LOGPROBS)
+                check_whole(name, getattr(self, name), 0, MOST_LOGPROBS)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(name, getattr(self, name), "True, False")
@@ -143,7 +143,12 @@ def _all(items: object, fits: Callable[[object], bool]) -> bool:
     )
 
 
-def _whole(name: str, value: object, least: int, most: int | None = None) -> None:
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Refuse, under ``name``, what is not an integer in the range.
+
+    Raises:
+        UsageError: see above.
+    """
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and isinstance(value, int) and value > most):
         legal = f"an integer, {least} or more" if most is None else f"an integer, {least} to {most}"

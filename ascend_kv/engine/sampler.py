@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ascend_kv.engine.outputs import Logprob
-from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.params import SamplingParams, check_whole
 from ascend_kv.engine.request import Request
 
 Row = NDArray[np.float32]
@@ -41,7 +41,12 @@ class Sampler:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        """Requests without a seed of their own get one from ``seed`` and their order."""
+        """Requests without a seed of their own get one from ``seed`` and their order.
+
+        Raises:
+            UsageError: ``seed`` is not a whole number of 0 or more.
+        """
+        check_whole("seed", seed, 0)
         self._seeds = np.random.default_rng(seed)
         self._generators: dict[str, np.random.Generator] = {}
 

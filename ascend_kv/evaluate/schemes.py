@@ -39,18 +39,18 @@ def make_budget(recipe: BenchRecipe, geometry: ModelGeometry, block_size: int) -
 
 
 def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
-    """Keyword arguments of ``LLM`` for one format; layers are skipped in quantized ones only."""
-    quantized = kv_cache_dtype != "auto" and format_spec(kv_cache_dtype).quantized
-    return {
-        "kv_cache_dtype": kv_cache_dtype,
+    """Keyword arguments of ``LLM`` for one format; what is about scales in quantized ones only."""
+    options = {"kv_cache_dtype": kv_cache_dtype, "pair_scaling": recipe.pair_scaling}
+    if kv_cache_dtype == "auto" or not format_spec(kv_cache_dtype).quantized:
+        return options | {"key_offset_layers": "none"}
+    return options | {
         "granularity": recipe.granularity,
         "symmetric": recipe.symmetric,
         "scale_type": recipe.scale_type,
         "group_size": recipe.group_size,
         "kv_cache_scales": recipe.kv_cache_scales,
-        "kv_cache_dtype_skip_layers": recipe.kv_cache_dtype_skip_layers if quantized else (),
-        "pair_scaling": recipe.pair_scaling,
-        "key_offset_layers": recipe.key_offset_layers if quantized else "none",
+        "kv_cache_dtype_skip_layers": recipe.kv_cache_dtype_skip_layers,
+        "key_offset_layers": recipe.key_offset_layers,
     }
 
 

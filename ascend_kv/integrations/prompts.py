@@ -14,10 +14,13 @@ _LEGAL = 'text, {"prompt": text} or {"prompt_token_ids": [integers]}'
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt's text, None where only token ids were given, and its token ids."""
+    """A prompt as the engine takes it."""
 
     text: str | None
+    """None where only token ids were given."""
     token_ids: list[int]
+    refusal: UsageError | None = None
+    """Why the text has no token ids; for whoever queues the prompt to raise or to report."""
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> TokenizedPrompt:
@@ -32,15 +35,17 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> TokenizedPrompt:
     """
     if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
         given = prompt["prompt_token_ids"]
-        if not isinstance(given, Sequence) or not all(isinstance(token, int) for token in given):
+        if not isinstance(given, Sequence) or not all(type(token) is int for token in given):
             raise UsageError("prompt_token_ids", given, "a list of integers")
+        if not isinstance(prompt.get("prompt"), str | None):
+            raise UsageError("prompt", prompt["prompt"], "text beside prompt_token_ids")
         return TokenizedPrompt(prompt.get("prompt"), list(given))
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     if not isinstance(text, str):
         raise UsageError("prompt", prompt, _LEGAL)
     if tokenizer is None:
         raise UsageError("prompt", text, "prompt_token_ids when skip_tokenizer_init=True")
-    return TokenizedPrompt(text, list(tokenizer(text)["input_ids"]))
+    return _encode(tokenizer, text)
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[Message]) -> TokenizedPrompt:
@@ -59,6 +64,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Message]) -> Tokenize
         raise UsageError(
             "messages", "a conversation", "a model whose tokenizer has a chat template"
         )
+    if not isinstance(messages, Sequence):
+        raise UsageError("messages", messages, 'mappings with "role" and "content"')
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise UsageError("messages", message, 'mappings with "role" and "content"')
@@ -71,4 +78,13 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Message]) -> Tokenize
             "messages", list(messages), "what the model's chat template takes", str(error)
         ) from error
     # The template has written the special tokens already.
-    return TokenizedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _encode(tokenizer: Any, text: str, **options: Any) -> TokenizedPrompt:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        legal = f"text that UTF-8 can encode, from character {error.start} on too"
+        return TokenizedPrompt(text, [], UsageError("prompt", text[error.start], legal))
+    return TokenizedPrompt(text, list(tokenizer(text, **options)["input_ids"]))

@@ -220,8 +220,10 @@ def _say_once(message: str) -> None:
 def _memory_bytes(device: str) -> tuple[int, int]:
     """Free and total."""
     if device == "npu":
-        free, total = _torch_npu().npu.mem_get_info()
-        return int(free), int(total)
+        npu = _torch_npu().npu
+        free, total = npu.mem_get_info()
+        # What torch holds of the device and has lent to no tensor can be allocated as well.
+        return int(free) + npu.memory_reserved() - npu.memory_allocated(), int(total)
     free, total = _machine_memory_bytes()
     limit, used = (_read_bytes(_CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None and limit < total:

@@ -74,12 +74,14 @@ def test_an_npu_is_found_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> 
         is_available=lambda: True,
         get_device_name=lambda: "Ascend910B3",
         mem_get_info=lambda: (30, 64),
+        memory_reserved=lambda: 9,
+        memory_allocated=lambda: 5,
         synchronize=lambda: waited.append(True),
     )
     assert platform.find_device() == "npu"
     platform.check_device("npu")
     assert platform.device_name("npu") == get_device("910B3").name == "910B3"
-    assert (platform.free_memory_bytes("npu"), platform.total_memory_bytes("npu")) == (30, 64)
+    assert (platform.free_memory_bytes("npu"), platform.total_memory_bytes("npu")) == (34, 64)
     platform.synchronize("npu")
     assert waited == [True]
 
