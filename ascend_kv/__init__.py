@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
     from ascend_kv.engine.params import SamplingParams
     from ascend_kv.errors import RunError, UsageError
-    from ascend_kv.llm import LLM, LLMEngine
+    from ascend_kv.llm import LLM
+    from ascend_kv.llm_engine import LLMEngine
     from ascend_kv.quantize import KVCacheQuantize
 
 __version__ = "0.1.0"
@@ -32,7 +33,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "ascend_kv.llm",
-    "LLMEngine": "ascend_kv.llm",
+    "LLMEngine": "ascend_kv.llm_engine",
     "SamplingParams": "ascend_kv.engine.params",
     "RequestOutput": "ascend_kv.engine.outputs",
     "CompletionOutput": "ascend_kv.engine.outputs",

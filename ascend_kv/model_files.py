@@ -51,8 +51,9 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 
 
 def _given(model: str | os.PathLike[str]) -> Path:
-    if not str(model):  # as a path it would mean the working directory
-        raise UsageError("model", "", _LEGAL_MODELS)
+    # Empty text, as a path, would mean the working directory.
+    if not isinstance(model, str | os.PathLike) or not str(model):
+        raise UsageError("model", model, _LEGAL_MODELS)
     return Path(model)
 
 

@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("quantize", "cache", "compress", "evict"),
     ("engine",),
     ("integrations", "plan"),
+    ("llm_engine",),
     ("llm",),
     ("evaluate", "profile", "serve"),
     ("cli",),

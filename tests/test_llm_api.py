@@ -14,7 +14,8 @@ from ascend_kv.cache.tables import ContiguousTables, PagedTables
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.loading import LoadedModel, load_model
-from ascend_kv.llm import LLM, LLMEngine
+from ascend_kv.llm import LLM
+from ascend_kv.llm_engine import LLMEngine
 from ascend_kv.ops import platform
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

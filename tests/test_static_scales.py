@@ -30,7 +30,8 @@ from ascend_kv.errors import UsageError
 from ascend_kv.formats import INT8, reduced_dims
 from ascend_kv.geometry import FormatSpec, format_spec
 from ascend_kv.integrations.loading import LoadedModel
-from ascend_kv.llm import LLM, LLMEngine
+from ascend_kv.llm import LLM
+from ascend_kv.llm_engine import LLMEngine
 
 TOKENS = random_tokens(41)
 MAX_MODEL_LEN = 64
@@ -389,9 +390,9 @@ def test_files_that_cannot_be_read(
 def test_static_scales_have_to_be_given(weights: LoadedModel) -> None:
     with pytest.raises(UsageError, match="kv_cache_scales: got None; legal: a file"):
         make_llm(weights, granularity="head", scale_type="static")
-    # nothing is looked for where nothing is quantized
-    llm = make_llm(weights, kv_cache_dtype="auto", granularity="head", scale_type="static")
-    assert llm.cache.clipped_shares() == {}
+    with pytest.raises(UsageError, match="scale_type: got 'static'; legal: dynamic where no layer"):
+        make_llm(weights, kv_cache_dtype="auto", granularity="head", scale_type="static")
+    assert make_llm(weights, kv_cache_dtype="auto").cache.clipped_shares() == {}
 
 
 def test_the_engine_takes_them_in_one_mapping(weights: LoadedModel) -> None:
