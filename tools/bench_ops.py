@@ -1,0 +1,349 @@
+#!/usr/bin/env python3
+"""Operators on a CPU, side by side in one run: native, reference, and PyTorch's dense attention.
+
+The machine's read and copy bandwidth and its float32 matrix product are measured in the same run.
+For each operator the report names the tighter limit, bytes that must be moved or multiplications
+that must be done, and the fraction of it that is reached. Implementations of one case take turns,
+so that whatever else the machine does hits all of them. Fractions and lines are those of medians;
+quartiles are the spread, and the best shows what a busy machine hides.
+
+    python tools/bench_ops.py
+    python tools/bench_ops.py --context 1024 32768 --batch 1 --shape 28/4x128 --json
+    python tools/bench_ops.py --threads 1 --seconds 0.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
+
+BLOCK_SIZE = 16
+BANDWIDTH_BYTES = 1 << 28
+MATMUL_SIZE = 1024
+# Above it a case is left out: dense float32 copies would not fit small machines.
+MOST_BYTES = 1 << 31
+BYTES = {torch.int8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+Call = Callable[[], Any]
+
+
+class Shape(NamedTuple):
+    """Query heads, KV heads, head_dim; written 28/4x128."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.dim}"
+
+
+class Case(NamedTuple):
+    """Calls to compare, and what the least of them has to do."""
+
+    name: str
+    sizes: dict[str, Any]
+    calls: dict[str, Call]
+    read_bytes: int
+    moved_bytes: int  # read and written, for operators that write as much as they read
+    multiplications: int
+
+    def limits(self, machine: Limits) -> dict[str, float]:
+        """Seconds that each limit of the machine asks for."""
+        return {
+            "read": self.read_bytes / machine.read_bytes,
+            "copy": self.moved_bytes / machine.moved_bytes,
+            "multiply": self.multiplications / machine.multiplications,
+        }
+
+
+class Limits(NamedTuple):
+    """What this machine does in a second, all threads together."""
+
+    read_bytes: float
+    moved_bytes: float  # by a copy: read and written
+    multiplications: float
+
+
+def read_shape(text: str) -> Shape:
+    """For argparse."""
+    heads, rest = text.split("/")
+    return Shape(int(heads), *(int(x) for x in rest.split("x")))
+
+
+def take_turns(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+    """Seconds of each call, in turns, for ``seconds`` each and at least five times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():  # warm up
+        call()
+    while any(sum(t) < seconds or len(t) < 5 for t in times.values()):
+        for name, call in calls.items():
+            if sum(times[name]) >= 4 * seconds and len(times[name]) >= 5:
+                continue  # the slow do not wait for the fast
+            started = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - started)
+    return times
+
+
+def measure_limits(seconds: float) -> Limits:
+    """Bandwidths and float32 matrix product of this machine, best of many."""
+    source = torch.ones(BANDWIDTH_BYTES // 4)
+    target, matrix = torch.empty_like(source), torch.randn(MATMUL_SIZE, MATMUL_SIZE)
+    calls: dict[str, Call] = {
+        "read": source.sum,
+        "copy": lambda: target.copy_(source),
+        "matmul": lambda: matrix @ matrix,
+    }
+    best = {name: min(times) for name, times in take_turns(calls, seconds).items()}
+    return Limits(
+        BANDWIDTH_BYTES / best["read"],
+        2 * BANDWIDTH_BYTES / best["copy"],
+        MATMUL_SIZE**3 / best["matmul"],
+    )
+
+
+def paged_cache(
+    shape: Shape, dtype: torch.dtype, batch: int, context: int
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Caches and tables with the blocks in a random order, and INT8 scales."""
+    count = -(-context // BLOCK_SIZE)
+    size = (batch * count, shape.kv_heads, BLOCK_SIZE, shape.dim)
+    tables = torch.randperm(batch * count).view(batch, count).to(torch.int32)
+    if dtype is not torch.int8:
+        return [*(torch.randn(size).to(dtype) for _ in range(2)), tables], {}
+    caches = [torch.randint(-127, 128, size, dtype=torch.int8) for _ in range(2)]
+    scales = {f"{side}_scale": torch.rand(size[:3]) * 0.02 for side in ("key", "value")}
+    return [*caches, tables], scales
+
+
+def both(name: str, *arguments: Any, **options: Any) -> dict[str, Call]:
+    """The operator as it is served natively, and its reference."""
+    spaces = {"native": NAMESPACE, "reference": REFERENCE_NAMESPACE}
+    if not has_kernel(name, "cpu"):
+        del spaces["native"]
+    return {
+        label: partial(operator(name, space), *arguments, **options)
+        for label, space in spaces.items()
+    }
+
+
+def decodes(shape: Shape, batch: int, context: int) -> Iterator[Case]:
+    """One query a sequence, by format of the cache, with PyTorch's dense attention beside them."""
+    query = torch.randn(batch, shape.heads, shape.dim)
+    numbers = 2 * batch * context * shape.kv_heads * shape.dim
+    scale = shape.dim**-0.5
+    for dtype in (torch.int8, torch.bfloat16, torch.float32):
+        size = numbers * BYTES[dtype]
+        if size > MOST_BYTES:
+            continue
+        caches, scales = paged_cache(shape, dtype, batch, context)
+        call = (query, *caches, [1] * batch, [context] * batch, scale)
+        calls = both("paged_attention", *call, **scales)
+        if dtype is torch.int8:
+            bias = torch.randn(batch, shape.heads, context)
+            biased = both("paged_attention", *call, **scales, score_bias=bias)
+            calls |= {f"{name} + bias": run for name, run in biased.items() if name == "native"}
+        else:
+            dense = [
+                torch.randn(batch, shape.kv_heads, context, shape.dim).to(dtype) for _ in range(2)
+            ]
+            asked = query[:, :, None].to(dtype)
+            calls["SDPA, dense"] = lambda q=asked, kv=dense: scaled_dot_product_attention(
+                q, *kv, enable_gqa=shape.heads != shape.kv_heads
+            )
+        yield Case(
+            "paged_attention decode",
+            {"format": _short(dtype), "shape": str(shape), "batch": batch, "context": context},
+            calls,
+            size + sum(x.nbytes for x in scales.values()),
+            0,
+            2 * batch * context * shape.heads * shape.dim,
+        )
+
+
+def prefill(shape: Shape, tokens: int) -> Case:
+    """A prompt whose queries attend to the INT8 cache, causally."""
+    query = torch.randn(tokens, shape.heads, shape.dim)
+    caches, scales = paged_cache(shape, torch.int8, 1, tokens)
+    calls = both("paged_attention", query, *caches, [tokens], [tokens], shape.dim**-0.5, **scales)
+    dense = [torch.randn(1, shape.kv_heads, tokens, shape.dim) for _ in range(2)]
+    calls["SDPA, dense"] = lambda: scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        *dense,
+        is_causal=True,
+        enable_gqa=shape.heads != shape.kv_heads,
+    )
+    return Case(
+        "paged_attention prefill",
+        {"format": "int8", "shape": str(shape), "batch": 1, "context": tokens},
+        calls,
+        0,
+        0,
+        tokens * (tokens + 1) * shape.heads * shape.dim,
+    )
+
+
+def movers(shape: Shape, tokens: int) -> Iterator[Case]:
+    """Operators that read everything once and write everything once."""
+    (key_cache, value_cache, tables), scales = paged_cache(shape, torch.int8, 1, tokens)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.dim)
+    slots = (tables.view(-1, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)[:tokens]
+    caches = (key_cache, value_cache)
+    x = key.transpose(0, 1)[None].contiguous()
+    codes, scale, _ = operator("kv_cache_quantize")(x, "token_head")
+    gate = torch.randn(tokens, shape.dim)
+    vectors = x.numel() // shape.dim
+    stored = x.numel() + 4 * vectors
+    cases = {
+        "kv_cache_store": ((key, value, *caches, slots.long()), scales, 2 * (x.nbytes + stored)),
+        "kv_cache_load": ((*caches, tables, [tokens]), scales, 2 * (x.nbytes + stored)),
+        "kv_cache_quantize": ((x, "token_head"), {}, x.nbytes + stored),
+        "kv_cache_dequantize": ((codes, scale), {}, x.nbytes + stored),
+        "hca_compress": ((gate, gate, [tokens], 8), {}, 2 * gate.nbytes + gate.nbytes // 8),
+    }
+    sizes = {"format": "int8", "shape": str(shape), "batch": 1, "context": tokens}
+    for name, (arguments, options, moved) in cases.items():
+        yield Case(name, sizes, both(name, *arguments, **options), 0, moved, 0)
+
+
+def measure(case: Case, machine: Limits, seconds: float) -> list[dict[str, Any]]:
+    """One row for each implementation."""
+    limits = case.limits(machine)
+    tighter = max(limits, key=lambda name: limits[name])
+    rows = []
+    for name, times in take_turns(case.calls, seconds).items():
+        low, median, high = statistics.quantiles(times, n=4)
+        rows.append(
+            {
+                "operator": case.name,
+                **case.sizes,
+                "implementation": name,
+                "runs": len(times),
+                "best_seconds": min(times),
+                "median_seconds": median,
+                "quartile_seconds": [low, high],
+                "limit": tighter,
+                "limit_seconds": limits[tighter],
+                "fraction_of_limit": limits[tighter] / median,
+            }
+        )
+    return rows
+
+
+def fit_lines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines through the times of native INT8 decodes by tokens read, and how far off they are."""
+    fits = []
+    decoding = [
+        row
+        for row in rows
+        if row["operator"].endswith("decode")
+        and (row["format"], row["implementation"]) == ("int8", "native")
+    ]
+    for shape in dict.fromkeys(row["shape"] for row in decoding):
+        points = [
+            (row["batch"] * row["context"], row["median_seconds"])
+            for row in decoding
+            if row["shape"] == shape
+        ]
+        if len({tokens for tokens, _ in points}) < 3:
+            continue
+        slope, start = statistics.linear_regression(*zip(*points))
+        worst = max(abs(seconds / (start + slope * tokens) - 1) for tokens, seconds in points)
+        fits.append(
+            {
+                "shape": shape,
+                "start_seconds": start,
+                "seconds_per_token": slope,
+                "worst_relative_error": worst,
+                "points": len(points),
+            }
+        )
+    return fits
+
+
+def show(report: dict[str, Any]) -> None:
+    """The tables, for people."""
+    machine, limits = report["machine"], report["limits"]
+    print(f"{machine['processor']}, {machine['threads']} threads; measured in this run:")
+    print(
+        f"  read {limits['read_bytes'] / 1e9:.1f} GB/s, copy {limits['moved_bytes'] / 1e9:.1f} "
+        "GB/s (read and written), float32 matrix product "
+        f"{limits['multiplications'] / 1e9:.1f} GMAC/s\n"
+    )
+    print(
+        f"{'operator':<23} {'format':<8} {'shape':<10} {'batch':>5} {'context':>7} "
+        f"{'implementation':<14} {'best ms':>9} {'median ms':>10} {'quartiles':>19} "
+        f"{'limit':<8} {'reached':>7}"
+    )
+    for row in report["operators"]:
+        low, high = (1e3 * x for x in row["quartile_seconds"])
+        print(
+            f"{row['operator']:<23} {row['format']:<8} {row['shape']:<10} {row['batch']:>5} "
+            f"{row['context']:>7} {row['implementation']:<14} {1e3 * row['best_seconds']:>9.3f} "
+            f"{1e3 * row['median_seconds']:>10.3f} "
+            f"{low:>9.3f} {high:>9.3f} {row['limit']:<8} {row['fraction_of_limit']:>7.0%}"
+        )
+    for fit in report["fits"]:
+        print(
+            f"\nINT8 decode, {fit['shape']}, native: {1e6 * fit['start_seconds']:.0f} us + "
+            f"{1e9 * fit['seconds_per_token']:.2f} ns for each token of context and sequence; the "
+            f"worst of {fit['points']} points is {fit['worst_relative_error']:.0%} off the line"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shapes = ["9/3x64", "28/4x128", "14/2x64", "8/8x128"]
+    parser.add_argument("--shape", nargs="+", default=shapes, help="heads/kv_headsxdim")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="tokens of a prefill")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement (0.5)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    limits = measure_limits(arguments.seconds)
+    rows: list[dict[str, Any]] = []
+    for shape in map(read_shape, arguments.shape):
+        for batch in arguments.batch:
+            for context in arguments.context:
+                for case in decodes(shape, batch, context):
+                    rows += measure(case, limits, arguments.seconds)
+        for tokens in arguments.prompt:
+            for case in (prefill(shape, tokens), *movers(shape, tokens)):
+                rows += measure(case, limits, arguments.seconds)
+    report = {
+        "machine": this_machine("cpu", torch.get_num_threads())._asdict(),
+        "limits": limits._asdict(),
+        "operators": rows,
+        "fits": fit_lines(rows),
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+if __name__ == "__main__":
+    main()
