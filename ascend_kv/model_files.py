@@ -203,6 +203,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
                 number("attention.value_length"),
                 f"attention.key_length = {head_dim}",
             )
+    rope_type = header.values.get(f"{architecture}.rope.scaling.type")
     embedding = header.tensors.get("token_embd.weight")
     tokens = header.array_lengths.get("tokenizer.ggml.tokens")
     return {
@@ -214,6 +215,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "hidden_size": number("embedding_length"),
         "max_position_embeddings": number("context_length"),
         "vocab_size": embedding[0] if embedding else tokens,
+        "rope_scaling": {"rope_type": rope_type} if rope_type else None,
     }
 
 

@@ -307,21 +307,6 @@ def test_a_model_with_other_pairs_is_left_alone(caplog: pytest.LogCaptureFixture
             plan(weights, "int8", **demand)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_angles_that_change_with_length_go_without_the_offset(
-    kind: str, qwen2: LoadedModel
-) -> None:
-    embedding = qwen2.hf_model.model.rotary_emb
-    embedding.rope_type = kind
-    embedding.forward = type(embedding).forward.__wrapped__.__get__(embedding)  # angles as before
-    record = plan(qwen2, "int8", key_offset_layers="all").conditioning
-    assert record.scaled_layers == (0, 1, 2)
-    assert record.offset_layers == ()
-    assert f"{kind} rotary embedding turns" in record.layers[0].offset_reason
-    with pytest.raises(UsageError, match=f"key_offset_layers: got 1.*{kind}"):
-        plan(qwen2, "int8", key_offset_layers=[1])
-
-
 @pytest.mark.parametrize(
     ("name", "reason"), [("llama", "no key bias"), ("qwen3", "pass a norm after the bias")]
 )

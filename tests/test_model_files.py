@@ -65,7 +65,9 @@ def write_gguf(path: Path, arch: str = "llama", rows: int = 8, **changes: Any) -
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     writer.add_float32(f"{arch}.rope.freq_base", 1e4)
     for key, value in values.items():
-        if isinstance(value, list):
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
             writer.add_array(f"{arch}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{arch}.{key}", value)
@@ -204,6 +206,7 @@ def test_gguf_may_leave_head_dim_out_and_count_heads_by_layer(tmp_path: Path) ->
         ({"attention__value_length": 8}, "llama.attention.value_length", "key_length = 4"),
         ({"attention__head_count_kv": 4}, "num_key_value_heads", "divisor"),
         ({"attention__head_count_kv": 3}, "blk.0.attn_k.weight", "[12, 20]"),
+        ({"rope__scaling__type": "longrope"}, "rope_type", "rotation must stay"),
         ({"block_count": 4}, "layers.3.self_attn.k_proj.weight", "missing"),
         ({"rows": 4}, "blk.0.attn_k.weight", "got [4, 20]"),
     ],
