@@ -219,6 +219,26 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
+def check_gguf_rotation(path: Path) -> None:
+    """Refuse a GGUF file whose rotary scaling would be lost when its weights are loaded.
+
+    transformers (5.24) reads the base frequency out of a Llama or Qwen GGUF file and nothing more
+    about the rotation, so such a model would compute something else without a word.
+
+    Raises:
+        UnsupportedModelError: the file scales the rotation, or holds factors for it.
+    """
+    header = read_gguf_header(path)
+    key = f"{header.values.get('general.architecture')}.rope.scaling.type"
+    kind = header.values.get(key, "none")
+    hint = "transformers drops it when it reads GGUF. Take the checkpoint in safetensors."
+    if kind != "none":
+        raise UnsupportedModelError(key, kind, "none in a GGUF file", hint)
+    if "rope_freqs.weight" in header.tensors:
+        legal = "a GGUF file without factors of the rotary frequencies"
+        raise UnsupportedModelError("rope_freqs.weight", "present", legal, hint)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model.
 

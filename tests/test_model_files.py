@@ -15,7 +15,9 @@ import ascend_kv.gguf_header
 from ascend_kv.errors import UnsupportedModelError, UsageError
 from ascend_kv.geometry import ModelGeometry, geometry_from_config
 from ascend_kv.gguf_header import read_gguf_header
+from ascend_kv.integrations.loading import load_model
 from ascend_kv.model_files import (
+    check_gguf_rotation,
     confirm_key_shapes,
     find_model,
     geometry_from_gguf,
@@ -52,7 +54,9 @@ def write_directory(path: Path, layers: int = 3, rows: int = 8, shards: bool = F
     return path
 
 
-def write_gguf(path: Path, arch: str = "llama", rows: int = 8, **changes: Any) -> Path:
+def write_gguf(
+    path: Path, arch: str = "llama", rows: int = 8, factors: bool = False, **changes: Any
+) -> Path:
     values: dict[str, Any] = {
         "block_count": 3, "context_length": 64, "embedding_length": 20, "attention.head_count": 6,
         "attention.head_count_kv": 2, "attention.key_length": 4, "attention.value_length": 4,
@@ -72,6 +76,8 @@ def write_gguf(path: Path, arch: str = "llama", rows: int = 8, **changes: Any) -
         elif value is not None:
             writer.add_uint32(f"{arch}.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((11, 20), np.float32))
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.ones(2, np.float32))
     for layer in range(3):
         writer.add_tensor(f"blk.{layer}.attn_k.weight", np.zeros((rows, 20), np.float32))
         writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.zeros(20, np.float32))
@@ -218,6 +224,30 @@ def test_gguf_files_that_are_refused(
     error = refused(UnsupportedModelError, load_geometry, file)
     assert error.field == field
     assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope__scaling__type": "linear"}, "llama.rope.scaling.type"),
+        ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type"),
+        ({"factors": True}, "rope_freqs.weight"),
+    ],
+)
+def test_gguf_files_that_lose_their_rotation_are_planned_but_not_loaded(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", **changes)
+    assert load_geometry(file).num_layers == 3
+    error = refused(UnsupportedModelError, load_model, file)
+    assert error.field == field and "safetensors" in error.hint
+
+
+@pytest.mark.parametrize("kind", [None, "none"])
+def test_gguf_files_that_scale_nothing_keep_their_rotation(
+    tmp_path: Path, kind: str | None
+) -> None:
+    check_gguf_rotation(write_gguf(tmp_path / "tiny.gguf", rope__scaling__type=kind))
 
 
 def test_gguf_headers_cut_anywhere_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
 from ascend_kv.integrations.key_folding import WeightFolding
-from ascend_kv.model_files import confirm_key_shapes, find_model, load_geometry, read_key_shapes
+from ascend_kv.model_files import (
+    check_gguf_rotation,
+    confirm_key_shapes,
+    find_model,
+    load_geometry,
+    read_key_shapes,
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -52,6 +58,8 @@ def load_model(
     path = find_model(model)
     geometry = load_geometry(path)
     confirm_key_shapes(geometry, read_key_shapes(path))
+    if path.suffix == ".gguf":
+        check_gguf_rotation(path)
     name = weights_dtype(dtype, geometry.dtype)
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
     probe_attention(hf_model, geometry)
