@@ -5,6 +5,7 @@
 #
 #   bash tests/run.sh                       # everything
 #   bash tests/run.sh tests/ops -k store    # a part of the tests; paths from the checkout's top
+#   bash tests/run.sh -n 0                  # in one process, for a debugger; else one a core
 #
 # It sets up an environment on the first run (minutes, mostly downloads) and finds it ready
 # afterwards. All three checks run even if one fails. Fails if any of them does.
@@ -29,7 +30,7 @@ say "mypy"
 "$VENV/bin/python" -m mypy >&2 || failed+=(mypy)
 
 say "pytest $*"
-"$VENV/bin/python" -m pytest "$@" || failed+=(pytest)
+"$VENV/bin/python" -m pytest -n auto --dist loadfile "$@" || failed+=(pytest)
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   say "failed: ${failed[*]}"

@@ -144,7 +144,8 @@ def test_environment_of_the_tests_serves_the_tests_again(checkout: Checkout) -> 
     checkout.run(TESTS)
     assert checkout.installs[-1].endswith(" -e .[dev]")
     checkout.run(TESTS, "-k", "store")
-    assert checkout.calls == ["-m ruff check .", "-m mypy", "-m pytest -k store"]
+    pytest_call = "-m pytest -n auto --dist loadfile -k store"
+    assert checkout.calls == ["-m ruff check .", "-m mypy", pytest_call]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "tools/constraints.txt"])
