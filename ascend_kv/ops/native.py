@@ -4,6 +4,9 @@
 operators where there are any, the default), ``native`` (an error where there are none) or
 ``reference`` (the Python references).
 
+What a compiled operator does not serve it hands to the reference: lists of entries, caches whose
+channels do not lie side by side, and what is wrong, so that errors are the same.
+
 Beside the library lies what it was compiled for. A library that was compiled for a CPU that has
 more than this one, or against another torch, is not loaded: it could end the process.
 """

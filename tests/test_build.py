@@ -1,0 +1,85 @@
+"""What setup.py makes of the CPU operators, on a copy with one small file in their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_harness import twin
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "ascend_kv/ops/_native_cpu"
+# As much of a CPU operator as shows that it was compiled for this machine and loaded.
+SOURCE = """
+#include <c10/macros/Macros.h>
+extern "C" C10_EXPORT int answer() { return 42; }
+"""
+NOWHERE = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    scripts = ("setup.py", "tools/build_npu.py", "pyproject.toml")
+    for name in (*scripts, "README.md", "LICENSE", "ascend_kv/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("ascend_kv/ops/__init__.py", "op_kernels/bindings_cpu.cpp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SOURCE if name.endswith("cpp") else "")
+    return tmp_path
+
+
+def build(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+        env={k: v for k, v in os.environ.items() if k != "ASCEND_KV_OPERATORS"} | variables,
+    )
+
+
+def files(checkout: Path) -> list[str]:
+    return sorted(path.name for path in (checkout / "ascend_kv/ops").glob("_native*"))
+
+
+@pytest.mark.skipif(twin.find_compiler() is None, reason="no C++ compiler (g++ or clang++)")
+def test_the_library_lies_beside_what_it_was_made_for(checkout: Path) -> None:
+    done = build(checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert files(checkout) == ["_native_cpu.json", "_native_cpu.so"]
+    made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
+    assert made_for["torch"] == torch.__version__
+    assert set(made_for["cpu_features"]) <= set(Path("/proc/cpuinfo").read_text().split())
+    load = f"import ctypes, torch; print(ctypes.CDLL('{LIBRARY}.so').answer())"
+    done = subprocess.run(
+        [sys.executable, "-c", load], capture_output=True, text=True, cwd=checkout
+    )
+    assert done.stdout == "42\n", done.stderr
+
+
+def test_without_a_compiler_the_references_serve_and_nothing_old_stays(checkout: Path) -> None:
+    for suffix in ("so", "json"):
+        (checkout / f"{LIBRARY}.{suffix}").write_text("of an earlier build")
+    done = build(checkout, **NOWHERE)
+    assert done.returncode == 0, done.stderr
+    assert "no native CPU operators: they do not compile here" in done.stderr
+    assert files(checkout) == []
+
+
+def test_operators_asked_for_by_name_must_compile(checkout: Path) -> None:
+    assert build(checkout, ASCEND_KV_OPERATORS="native", **NOWHERE).returncode != 0
+
+
+def test_without_torch_the_references_serve(checkout: Path) -> None:
+    (checkout / "torch.py").write_text("raise ImportError('torch is hidden')")
+    done = build(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "torch cannot be imported (torch is hidden)" in done.stderr
+    assert files(checkout) == []
