@@ -86,6 +86,17 @@ inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec smaller(Vec a, Vec b) { return a < b ? a : b; }
 inline Vec magnitude(Vec a) { return bits_of<Vec>(bits_of<Words>(a) & 0x7fffffffu); }
 
+// f(0) to f(N - 1), the numbers known when compiling: arrays that are only indexed by them stay in
+// registers, where a loop that the compiler unrolls late would leave them in memory.
+template <class F, int... I>
+inline __attribute__((always_inline)) void repeat(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+inline __attribute__((always_inline)) void repeat(F&& f) {
+  repeat(f, std::make_integer_sequence<int, N>{});
+}
+
 // ---- what storage types hold, as floats ------------------------------------------------------
 
 inline Vec load(const float* from) { return read<Vec>(from); }

@@ -41,10 +41,15 @@ struct Scratch {
   }
 };
 
-// Where the keys and values of a tile lie. The addresses go on to whole vectors with the last one.
+// So many tokens ahead a vector is asked for: soon enough for main memory, and not so soon that
+// tokens whose addresses differ by a power of two push one another out of the first-level cache.
+constexpr int AHEAD = 16;
+
+// Where the keys and values of a tile lie, and of the first tokens of the next one. After the last
+// token its address is repeated.
 struct TileRows {
-  const void* keys[TILE];
-  const void* values[TILE];
+  const void* keys[TILE + AHEAD];
+  const void* values[TILE + AHEAD];
 };
 
 class ItemRun {
@@ -82,10 +87,11 @@ class ItemRun {
 
  private:
   void load_queries();
-  int count_from(int64_t first) const {
-    return static_cast<int>(std::min<int64_t>(TILE, item_.last_key - first));
+  int count_from(int64_t first, int most = TILE) const {
+    return static_cast<int>(std::clamp<int64_t>(item_.last_key - first, 0, most));
   }
-  void aim(int64_t first, TileRows& rows) const;
+  void aim(int64_t first);
+  void ask_for_parameters(int64_t first) const;
   void read_tile(int64_t first);
   void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
   Seen seen_by(int row, int64_t first, int count) const;
@@ -116,8 +122,7 @@ class ItemRun {
   RowStates states_;
   std::pair<int64_t, int64_t>* seen_;  // first and last position that a row sees
   TileTokens tokens_;
-  TileRows tiles_[2];
-  const TileRows *rows_at_ = nullptr, *upcoming_ = nullptr;
+  TileRows at_;
   int64_t first_ = 0;
 };
 
@@ -168,25 +173,31 @@ inline void ItemRun::read_parameter(
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
 
-// Finds the vectors of a tile, and asks for what is known of its tokens.
-inline void ItemRun::aim(int64_t first, TileRows& rows) const {
-  const int count = count_from(first);
-  const int64_t head = item_.kv_head;
+// Finds the vectors of a tile.
+inline void ItemRun::aim(int64_t first) {
+  const int count = count_from(first, TILE + AHEAD);
   for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
-    const char* key = call_.key.at(block, head, offset);
-    const char* value = call_.value.at(block, head, offset);
+    const char* key = call_.key.at(block, item_.kv_head, offset);
+    const char* value = call_.value.at(block, item_.kv_head, offset);
     for (int i = 0; i < n; ++i) {
-      rows.keys[k + i] = key + i * call_.key.token;
-      rows.values[k + i] = value + i * call_.value.token;
+      at_.keys[k + i] = key + i * call_.key.token;
+      at_.values[k + i] = value + i * call_.value.token;
     }
+  });
+  for (int k = count; k < TILE + AHEAD; ++k) {
+    at_.keys[k] = at_.keys[count - 1];
+    at_.values[k] = at_.values[count - 1];
+  }
+}
+
+// The scales of a tile that comes.
+inline void ItemRun::ask_for_parameters(int64_t first) const {
+  for_runs(first, count_from(first), [&](int, int, int64_t block, int64_t offset) {
     for (const Side* side : {&call_.key, &call_.value})
       for (const Parameter* p : {&side->scale, &side->zero_point})
-        if (p->kind == Parameter::TOKEN) __builtin_prefetch(p->at(block, head, offset));
+        if (p->kind == Parameter::TOKEN)
+          __builtin_prefetch(p->at(block, item_.kv_head, offset));
   });
-  for (int k = count; k < TILE; ++k) {
-    rows.keys[k] = rows.keys[count - 1];
-    rows.values[k] = rows.values[count - 1];
-  }
 }
 
 inline void ItemRun::read_tile(int64_t first) {
@@ -242,13 +253,13 @@ inline void ItemRun::score() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.dot(
-        query_, width, rows_, rows_at_->keys, upcoming_->keys, whole, call_.dim, scores_, TILE);
+        query_, width, rows_, at_.keys, at_.keys + AHEAD, whole, call_.dim, scores_, TILE);
     return;
   }
   for (int k = 0; k < whole; k += LANES) {
     for (int l = 0; l < LANES; ++l) {
       float* row = converted_ + l * width;
-      kernels.convert(rows_at_->keys[k + l], call_.dim, row);
+      kernels.convert(at_.keys[k + l], call_.dim, row);
       if (call_.key.scale.kind == Parameter::GROUP) {
         const int64_t token = first_ + std::min(k + l, tokens_.count - 1);
         apply_groups(
@@ -266,13 +277,13 @@ inline void ItemRun::sum_values() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.weigh(
-        scores_, TILE, rows_, rows_at_->values, upcoming_->values, tokens_.count, call_.dim, sums_,
+        scores_, TILE, rows_, at_.values, at_.values + AHEAD, tokens_.count, call_.dim, sums_,
         width);
     return;
   }
   for (int k = 0; k < tokens_.count; ++k) {
     float* row = values_ + k * width;
-    kernels.convert(rows_at_->values[k], call_.dim, row);
+    kernels.convert(at_.values[k], call_.dim, row);
     if (call_.value.scale.kind == Parameter::GROUP) {
       apply_groups(
           call_.value.scale, call_.value.zero_point, block_of(first_ + k), item_.kv_head,
@@ -319,14 +330,9 @@ inline void ItemRun::run(float* parts) {
   std::fill(sums_, sums_ + rows_ * width, 0.0f);
   load_queries();
   for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
-  int turn = 0;
-  if (item_.first_key < item_.last_key) aim(item_.first_key, tiles_[0]);
-  for (int64_t first = item_.first_key; first < item_.last_key; first += TILE, turn ^= 1) {
-    rows_at_ = upcoming_ = &tiles_[turn];
-    if (first + TILE < item_.last_key) {
-      aim(first + TILE, tiles_[turn ^ 1]);
-      upcoming_ = &tiles_[turn ^ 1];
-    }
+  for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
+    aim(first);
+    ask_for_parameters(first + TILE);
     const int count = count_from(first);
     read_tile(first);
     score();

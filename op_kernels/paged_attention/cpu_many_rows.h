@@ -38,20 +38,23 @@ template <int R, int C>
 inline void multiply_block(
     const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner, float* out,
     int64_t out_stride, bool add) {
-  Vec sums[R][C] = {};
-  if (add)
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * out_stride + c * LANES);
+  Vec sums[R][C];
+  repeat<R>([&](auto r) {
+    repeat<C>([&](auto c) {
+      sums[r][c] = add ? load(out + r * out_stride + c * LANES) : Vec{};
+    });
+  });
   for (int64_t i = 0; i < inner; ++i) {
     Vec x[C];
-    for (int c = 0; c < C; ++c) x[c] = load(b + i * b_stride + c * LANES);
-    for (int r = 0; r < R; ++r) {
+    repeat<C>([&](auto c) { x[c] = load(b + i * b_stride + c * LANES); });
+    repeat<R>([&](auto r) {
       const Vec y = broadcast(a[r * a_stride + i]);
-      for (int c = 0; c < C; ++c) sums[r][c] = fma(y, x[c], sums[r][c]);
-    }
+      repeat<C>([&](auto c) { sums[r][c] = fma(y, x[c], sums[r][c]); });
+    });
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) write(out + r * out_stride + c * LANES, sums[r][c]);
+  repeat<R>([&](auto r) {
+    repeat<C>([&](auto c) { write(out + r * out_stride + c * LANES, sums[r][c]); });
+  });
 }
 
 template <int C>
