@@ -234,7 +234,8 @@ def test_perplexity_by_format(run: Run) -> None:
     for entry in (half, int8):
         assert entry.ratio == pytest.approx(entry.perplexity / reference.perplexity)
         assert entry.ratio_low < entry.ratio < entry.ratio_high
-    assert 0 < abs(half.ratio - 1) < abs(int8.ratio - 1) < 0.05
+    # two windows of random text: which of the two is nearer is chance
+    assert 0 < abs(half.ratio - 1) < 0.01 and 0 < abs(int8.ratio - 1) < 0.05
 
 
 def test_key_conditioning_is_said_where_keys_are_quantized(run: Run) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import npu_host
 import pytest
 import torch
-from kernel_harness import KERNELS, needs_compiler, out, poisoned, twin
+from kernel_harness import KERNELS, needs_compiler, poisoned, twin
 
 pytestmark = needs_compiler
 ROOT = KERNELS.parent
@@ -85,6 +85,6 @@ def test_host_list() -> None:
         numbers = torch.arange(128, dtype=torch.int32) - 60
         struct = torch.cat([torch.tensor([count], dtype=torch.int32), numbers[:127]])
         target = poisoned((127,), torch.int32)
-        library.launch("host_list", 1, out(target[:count]), struct.numpy().tobytes())
+        library.launch("host_list", 1, twin.out(target[:count]), struct.numpy().tobytes())
         assert torch.equal(target[:count], numbers[:count])
         assert (target[count:] == 85).all()
