@@ -40,10 +40,10 @@ from ascend_kv.evaluate.results import (
 )
 from ascend_kv.evaluate.samples import generate_samples, sample_prompts
 from ascend_kv.evaluate.schemes import (
-    cache_options,
     layer_formats,
     make_budget,
     predict,
+    roomy_llm,
     run_scheme,
 )
 from ascend_kv.evaluate.sweep import run_sweep
@@ -51,7 +51,6 @@ from ascend_kv.evaluate.tables import plan_table
 from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.evaluate.workload import draw_requests, summarize
 from ascend_kv.integrations.loading import LoadedModel, load_model, load_tokenizer
-from ascend_kv.llm import LLM
 from ascend_kv.ops import platform
 
 NPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -236,8 +235,7 @@ class _MainJob:
         for kv_cache_dtype in ("auto", *others):
             started = time.perf_counter()
             shown = self.loaded.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-            llm = self._scoring_llm(kv_cache_dtype)
-            losses[kv_cache_dtype] = self._losses(llm, kv_cache_dtype)
+            losses[kv_cache_dtype], key_conditioning = self._score(kv_cache_dtype)
             interval = compare(losses[kv_cache_dtype], losses["auto"], settings.cluster_tokens)
             formats.append(
                 FormatPerplexity(
@@ -246,7 +244,7 @@ class _MainJob:
                     ratio=math.exp(interval.mean),
                     ratio_low=math.exp(interval.low),
                     ratio_high=math.exp(interval.high),
-                    key_conditioning=str(llm.conditioning),
+                    key_conditioning=key_conditioning,
                     wall_seconds=time.perf_counter() - started,
                 )
             )
@@ -262,28 +260,17 @@ class _MainJob:
             self.log.say(f"perplexity with a {shown} cache: {formats[-1].perplexity:.4f}")
             yield f"perplexity, {shown}"
 
-    def _scoring_llm(self, kv_cache_dtype: str) -> LLM:
-        geometry, length = self.loaded.geometry, self.recipe.perplexity.window_tokens
-        formats = layer_formats(self.recipe, kv_cache_dtype, geometry, self.loaded.dtype)
-        blocks = -(-length // self.block_size)
-        return LLM(
-            str(self.loaded.path),
-            **cache_options(self.recipe, kv_cache_dtype),
-            max_model_len=length,
-            kv_cache_memory_bytes=geometry.cache_bytes(formats, blocks, self.block_size, length),
-            block_size=self.block_size,
-            skip_tokenizer_init=True,
-            device=self.device,
-            weights=self.loaded,
-        )
-
-    def _losses(self, llm: LLM, kv_cache_dtype: str) -> list[list[float]]:
+    def _score(self, kv_cache_dtype: str) -> tuple[list[list[float]], str]:
+        """Losses of every window, and what was done to the keys."""
         settings = self.recipe.perplexity
-        tokens = settings.window_tokens * len(self.windows)
+        length = settings.window_tokens
+        llm = roomy_llm(self.recipe, self.loaded, kv_cache_dtype, self.block_size, 1, length)
+        tokens = length * len(self.windows)
         with self.log.bar(f"perplexity, {kv_cache_dtype}", tokens, "tokens") as advance:
-            return window_losses(
+            losses = window_losses(
                 llm.model, self.windows, self.block_size, settings.chunk_tokens, advance
             )
+        return losses, str(llm.conditioning)
 
     def run_planted_bias(self) -> Iterator[str]:
         """Score a small model with a large key bias, with and without key conditioning."""

@@ -9,10 +9,9 @@ from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate.recipe import BenchRecipe
 from ascend_kv.evaluate.results import Sample
-from ascend_kv.evaluate.schemes import cache_options, layer_formats
+from ascend_kv.evaluate.schemes import roomy_llm
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.integrations.prompts import apply_chat_template, tokenize
-from ascend_kv.llm import LLM
 
 
 def sample_prompts(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -72,18 +71,7 @@ def _generate(
     prompts: list[list[int]],
 ) -> list[list[int]]:
     longest = max(len(prompt) for prompt in prompts) + recipe.samples.max_tokens
-    formats = layer_formats(recipe, kv_cache_dtype, loaded.geometry, loaded.dtype)
-    blocks = len(prompts) * (-(-longest // block_size) + 1)
-    llm = LLM(
-        str(loaded.path),
-        **cache_options(recipe, kv_cache_dtype),
-        max_model_len=longest,
-        kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, longest),
-        block_size=block_size,
-        skip_tokenizer_init=True,
-        device=recipe.device,
-        weights=loaded,
-    )
+    llm = roomy_llm(recipe, loaded, kv_cache_dtype, block_size, len(prompts), longest)
     params = SamplingParams(max_tokens=recipe.samples.max_tokens, temperature=0)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False

@@ -63,6 +63,29 @@ def layer_formats(
     )
 
 
+def roomy_llm(
+    recipe: BenchRecipe,
+    loaded: LoadedModel,
+    kv_cache_dtype: str,
+    block_size: int,
+    sequences: int,
+    length: int,
+) -> LLM:
+    """Shared weights with a cache that just holds ``sequences`` of ``length`` tokens at once."""
+    formats = layer_formats(recipe, kv_cache_dtype, loaded.geometry, loaded.dtype)
+    blocks = sequences * -(-length // block_size)
+    return LLM(
+        str(loaded.path),
+        **cache_options(recipe, kv_cache_dtype),
+        max_model_len=length,
+        kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, length),
+        block_size=block_size,
+        skip_tokenizer_init=True,
+        device=recipe.device,
+        weights=loaded,
+    )
+
+
 def predict(
     recipe: BenchRecipe,
     scheme: SchemeRecipe,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ascend_kv.engine.batch import Batch
 from ascend_kv.evaluate.recipe import WARM_UP_STEPS, BenchRecipe
 from ascend_kv.evaluate.results import Sweep, SweepPoint
-from ascend_kv.evaluate.schemes import cache_options, layer_formats
+from ascend_kv.evaluate.schemes import roomy_llm
 from ascend_kv.evaluate.single_sequence import single_sequence
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
@@ -39,19 +39,7 @@ def run_sweep(
     sweep = recipe.sweep
     length = sweep.longest
     blocks = -(-length // block_size)
-    formats = layer_formats(recipe, sweep.kv_cache_dtype, loaded.geometry, loaded.dtype)
-    llm = LLM(
-        str(loaded.path),
-        **cache_options(recipe, sweep.kv_cache_dtype),
-        max_model_len=length,
-        kv_cache_memory_bytes=loaded.geometry.cache_bytes(
-            formats, max(sweep.batches) * blocks, block_size, length
-        ),
-        block_size=block_size,
-        skip_tokenizer_init=True,
-        device=recipe.device,
-        weights=loaded,
-    )
+    llm = roomy_llm(recipe, loaded, sweep.kv_cache_dtype, block_size, max(sweep.batches), length)
     context = list(text_token_ids[: sweep.context_tokens])
     _fill(llm, context, blocks, max(sweep.batches))
     points = []

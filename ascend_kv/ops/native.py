@@ -30,6 +30,18 @@ LIBRARY = Path(__file__).with_name("_native_cpu.so")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
+def operators_wanted() -> str:
+    """One of ``CHOICES``, as the environment says.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    wanted = os.environ.get(VARIABLE) or "auto"
+    if wanted not in CHOICES:
+        raise UsageError(VARIABLE, wanted, CHOICES)
+    return wanted
+
+
 def load_cpu_operators(library: Path = LIBRARY) -> bool:
     """Load the compiled operators if they are wanted and fit this machine; whether they serve.
 
@@ -37,9 +49,7 @@ def load_cpu_operators(library: Path = LIBRARY) -> bool:
         UsageError: the variable holds something else than ``CHOICES``.
         RunError: ``native`` is asked for and cannot be had.
     """
-    wanted = os.environ.get(VARIABLE) or "auto"
-    if wanted not in CHOICES:
-        raise UsageError(VARIABLE, wanted, CHOICES)
+    wanted = operators_wanted()
     if wanted == "reference":
         return False
     problem = find_problem(library)

@@ -24,7 +24,7 @@ from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import Route, attend, routes_taken
-from ascend_kv.ops.native import VARIABLE
+from ascend_kv.ops.native import VARIABLE, operators_wanted
 from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def find_device() -> str:
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
     if _torch_npu().npu.is_available():
-        if _operators_wanted() != "reference" and not has_kernel("kv_cache_store", "npu"):
+        if operators_wanted() != "reference" and not has_kernel("kv_cache_store", "npu"):
             _say_once(f"{_NOT_BUILT}: references serve their operators on the NPU")
         return "npu"
     _say_once("torch_npu is installed but finds no NPU: using the CPU")
@@ -134,14 +134,10 @@ def register_npu_operators() -> bool:
             kernels and there are none.
     """
     library = sys.modules.get("torch_npu")
-    if library is None or _operators_wanted() == "reference":
+    if library is None or operators_wanted() == "reference":
         return False
     _load_kernels()
     return _register_attention(library)
-
-
-def _operators_wanted() -> str:
-    return os.environ.get(VARIABLE) or "auto"
 
 
 def _load_kernels() -> None:
@@ -149,7 +145,7 @@ def _load_kernels() -> None:
         return
     found = importlib.util.find_spec(_NPU_LIBRARY)
     if found is None or found.origin is None:
-        if _operators_wanted() == "native":
+        if operators_wanted() == "native":
             raise RunError(f"{VARIABLE}=native, but {_NOT_BUILT}")
         return
     try:
@@ -195,7 +191,7 @@ def describe_attention(device: str) -> str:
         return "not used: it is for the NPU"
     if has_kernel("paged_attention", "npu"):
         return f"serves paged_attention, {_UNTRIED}"
-    if _operators_wanted() == "reference":
+    if operators_wanted() == "reference":
         return f"not used: {VARIABLE}=reference"
     return f"not used: torch_npu has no {FUNCTION} or {FUNCTION_V2}"
 
