@@ -36,8 +36,6 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: there is no such model, or no network to fetch it; says what to do.
     """
-    if not isinstance(model, str | os.PathLike):
-        raise UsageError("model", model, "a directory, a .gguf file, or a Hugging Face id")
     path = _given(model)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path

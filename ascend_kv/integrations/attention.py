@@ -58,7 +58,7 @@ class CacheStep:
         self._query_lengths = batch.query_lengths
         self._kv_lengths = batch.kv_lengths
         self._slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
-        self._positions = torch.tensor(batch.positions, dtype=torch.int64, device=device)
+        self.positions = torch.tensor(batch.positions, dtype=torch.int64, device=device)
         self._block_tables = _pad_tables(batch, block_size).to(device)
 
     def attend(
@@ -71,7 +71,7 @@ class CacheStep:
         window: int,
     ) -> torch.Tensor:
         cache = self._layers[layer]
-        cache.store(key, value, self._slot_mapping, self._positions)
+        cache.store(key, value, self._slot_mapping, self.positions)
         if self._offset is not None and layer in self._offset:
             return self._offset.attend(
                 layer,

@@ -48,7 +48,7 @@ class HuggingFaceModel:
         rows = torch.tensor(batch.logits_indices, dtype=torch.int64, device=self._device)
         output = self.loaded.hf_model(
             input_ids=torch.tensor([batch.token_ids], device=self._device),
-            position_ids=torch.tensor([batch.positions], device=self._device),
+            position_ids=step.positions[None],
             use_cache=False,
             logits_to_keep=rows,
             **{STEP_KEYWORD: step},
