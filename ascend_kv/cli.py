@@ -237,9 +237,9 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from ascend_kv.config import parse_bytes
     from ascend_kv.evaluate.console import print_table, table_console
     from ascend_kv.evaluate.planning import plan_command
+    from ascend_kv.user_values import parse_bytes
 
     table, explanation = plan_command(
         options.model,

@@ -1,21 +1,18 @@
 """What the user decides, as frozen dataclasses; every mistake is refused with the legal values.
 
-``from_mapping`` turns what YAML gives into such classes (the recipes' own included),
-``resolve_formats`` gives every layer its format, ``resolve_block_size`` asks the device, and
-``plan_blocks`` divides memory into blocks.
+``from_mapping`` (``user_values``) makes such classes of what YAML gave, ``resolve_formats`` gives
+every layer its format, ``resolve_block_size`` asks the device, and ``plan_blocks`` divides memory
+into blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
@@ -27,9 +24,7 @@ from ascend_kv.geometry import (
     ModelGeometry,
     format_spec,
 )
-from ascend_kv.registry import did_you_mean
-
-C = TypeVar("C")
+from ascend_kv.user_values import at_least_one, format_bytes, from_mapping, is_int, one_of
 
 PairScaling = bool | Literal["auto"]
 KeyOffsetLayers = Literal["auto", "all", "none"] | tuple[int, ...]
@@ -87,11 +82,11 @@ class CacheConfig:
     key_offset_layers: KeyOffsetLayers = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))
-        _one_of("granularity", self.granularity, GRANULARITIES)
-        _one_of("symmetric", self.symmetric, (True, False))
-        _one_of("scale_type", self.scale_type, SCALE_TYPES)
-        _one_of("kv_allocator", self.kv_allocator, ALLOCATORS)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))
+        one_of("granularity", self.granularity, GRANULARITIES)
+        one_of("symmetric", self.symmetric, (True, False))
+        one_of("scale_type", self.scale_type, SCALE_TYPES)
+        one_of("kv_allocator", self.kv_allocator, ALLOCATORS)
         if self.prefill_reads != "cache":
             raise UsageError(
                 "prefill_reads",
@@ -104,7 +99,7 @@ class CacheConfig:
             )
         for name in ("block_size", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
+                at_least_one(name, getattr(self, name))
         layers = self.kv_cache_dtype_skip_layers
         if not _is_layers(layers):
             raise UsageError("kv_cache_dtype_skip_layers", layers, "a list of layer numbers")
@@ -139,7 +134,7 @@ class CacheConfig:
         )
 
     def _check_conditioning(self) -> None:
-        _one_of("pair_scaling", self.pair_scaling, ("auto", True, False))
+        one_of("pair_scaling", self.pair_scaling, ("auto", True, False))
         layers = self.key_offset_layers
         if layers in ("auto", "all", "none"):
             return
@@ -170,8 +165,8 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            _at_least_one(name, getattr(self, name))
-        _one_of("enable_chunked_prefill", self.enable_chunked_prefill, (True, False))
+            at_least_one(name, getattr(self, name))
+        one_of("enable_chunked_prefill", self.enable_chunked_prefill, (True, False))
         least, reason = self.max_num_seqs, "max_num_seqs: a step decodes all running sequences"
         if not self.enable_chunked_prefill and self.max_model_len > least:
             least, reason = self.max_model_len, "max_model_len: no prompt may be cut"
@@ -202,7 +197,7 @@ def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> Ca
         values["kv_cache_scales"] = os.fspath(values["kv_cache_scales"])
     if "enable_paged_attention" in values:
         paged = values.pop("enable_paged_attention")
-        _one_of("kv_cache_config.enable_paged_attention", paged, (True, False))
+        one_of("kv_cache_config.enable_paged_attention", paged, (True, False))
         allocator = "paged" if paged else "contiguous"
         if values.setdefault("kv_allocator", allocator) != allocator:
             raise UsageError(
@@ -311,138 +306,9 @@ def plan_blocks(
     return (memory_bytes - static_bytes) // block_bytes
 
 
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
-def parse_bytes(value: str | int, field: str = "kv_cache_memory_bytes") -> int:
-    """A number of bytes from "1.5GiB" (1024**3), "90MB" (1000**2), "4096" or a whole number.
-
-    Raises:
-        UsageError: under the name ``field``; also for anything below one byte.
-    """
-    legal = "a whole number of bytes, or text such as 90MB or 1.5GiB, of at least 1 byte"
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if isinstance(value, (bool, float)) or not match or match[2] not in _UNITS:
-        raise UsageError(field, value, legal)
-    number = int(Decimal(match[1]) * _UNITS[match[2]])
-    if number < 1:
-        raise UsageError(field, value, legal)
-    return number
-
-
-def format_bytes(number: int) -> str:
-    """Bytes for people, in the largest binary unit that gives at least 1: "90.00 MiB"."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            return f"{number / 1024**power:.2f} {unit}"
-    return f"{number} B"
-
-
-def from_mapping(cls: type[C], mapping: Mapping[str, Any], where: str) -> C:
-    """A dataclass from what YAML gave: every key must be a field, every value of its type.
-
-    Lists become tuples, nested mappings nested dataclasses, whole numbers floats where a float is
-    wanted; fields whose names end in ``_bytes`` take ``parse_bytes``' text.
-
-    Args:
-        cls: a dataclass whose fields are int, float, str, bool, ``Literal``, ``tuple[X, ...]``,
-            ``Mapping[str, Any]`` (taken as it is), dataclasses, or any of these ``| None``.
-        mapping: the values by name.
-        where: what the error messages put before the field, such as the file's name.
-
-    Raises:
-        UsageError: an unknown key (with those nearest to it), a missing one, or a wrong type.
-    """
-    return _build(cls, mapping, f"{where}: ")
-
-
-def _build(cls: type[C], mapping: Any, prefix: str) -> C:
-    assert dataclasses.is_dataclass(cls)
-    if not isinstance(mapping, Mapping):
-        raise UsageError(prefix.rstrip(": ."), mapping, "a mapping from names to values")
-    kinds = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    for key in mapping:
-        if key not in fields:
-            raise UsageError(
-                f"{prefix}{key}", mapping[key], fields, did_you_mean(key, tuple(fields))
-            )
-    for name, field in fields.items():
-        defaults = (field.default, field.default_factory)
-        if name not in mapping and all(value is dataclasses.MISSING for value in defaults):
-            raise UsageError(f"{prefix}{name}", None, _describe(kinds[name]), "It is required.")
-    values = {key: _convert(value, kinds[key], f"{prefix}{key}") for key, value in mapping.items()}
-    return typing.cast(C, cls(**values))
-
-
-def _convert(value: Any, kind: Any, field: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return _convert_union(value, kind, field)
-    if origin is typing.Literal:
-        return _one_of(field, value, args)
-    if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(_convert(item, args[0], f"{field}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(kind):
-        return _build(typing.cast(type, kind), value, f"{field}.")
-    if origin is Mapping and isinstance(value, Mapping):
-        return value
-    if kind is int and field.endswith("_bytes"):
-        return parse_bytes(value, field)
-    if kind is float and _is_int(value):
-        return float(value)
-    if origin is None and type(value) is kind:
-        return value
-    raise UsageError(field, value, _describe(kind))
-
-
-def _convert_union(value: Any, kind: Any, field: str) -> Any:
-    alternatives = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-    if value is None and len(alternatives) < len(typing.get_args(kind)):
-        return None
-    if len(alternatives) == 1:  # so that a wrong value inside it is named
-        return _convert(value, alternatives[0], field)
-    for alternative in alternatives:
-        try:
-            return _convert(value, alternative, field)
-        except UsageError:
-            continue
-    raise UsageError(field, value, _describe(kind))
-
-
-def _describe(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return ", or ".join("null" if arg is type(None) else _describe(arg) for arg in args)
-    if origin is tuple:
-        return f"a list, each of it {_describe(args[0])}"
-    if origin is typing.Literal:
-        return ", ".join(map(str, args))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names.get(kind, "a mapping from names to values")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_layers(value: object) -> bool:
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
-        and all(_is_int(layer) for layer in value)
+        and all(is_int(layer) for layer in value)
     )
-
-
-def _at_least_one(field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(field, value, "a whole number of at least 1")
-
-
-def _one_of(field: str, value: Any, legal: tuple[Any, ...]) -> Any:
-    if not any(type(value) is type(item) and value == item for item in legal):
-        raise UsageError(field, value, legal, did_you_mean(value, tuple(map(str, legal))))
-    return value

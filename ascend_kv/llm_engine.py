@@ -17,9 +17,7 @@ from ascend_kv.config import (
     PairScaling,
     SchedulerConfig,
     check_quantization_is_used,
-    format_bytes,
     merge_kv_cache_config,
-    parse_bytes,
     plan_blocks,
     resolve_block_size,
     resolve_formats,
@@ -34,6 +32,7 @@ from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from ascend_kv.integrations.prompts import Prompt, TokenizedPrompt, tokenize
 from ascend_kv.ops import platform
+from ascend_kv.user_values import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 

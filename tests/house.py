@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("architectures", "gguf_header"),
     ("geometry", "devices", "registry", "metrics"),
-    ("model_files",),
+    ("model_files", "user_values"),
     ("config",),
     ("formats",),
     ("ops",),

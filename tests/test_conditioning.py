@@ -21,7 +21,7 @@ from conditioned_models import (
     run_in_chunks,
 )
 
-from ascend_kv.config import CacheConfig, from_mapping
+from ascend_kv.config import CacheConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import format_spec
 from ascend_kv.integrations.key_planning import condition_keys
@@ -29,6 +29,7 @@ from ascend_kv.integrations.key_weights import pair_norms, pair_partners
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.planted_model import PLANTED_LAYERS, make_planted_model
 from ascend_kv.llm import LLM
+from ascend_kv.user_values import from_mapping
 
 TOKENS = random_tokens(48)
 

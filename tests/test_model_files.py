@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from refusals import refused
 from safetensors.numpy import save_file
 
 import ascend_kv.gguf_header
@@ -86,12 +87,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def refused(kind: type[UsageError], call: Any, *arguments: Any) -> UsageError:
-    with pytest.raises(kind) as caught:
-        call(*arguments)
-    return caught.value
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascend_kv import __version__
-from ascend_kv.config import format_bytes
 from ascend_kv.devices import DEVICES
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate import twin
 from ascend_kv.evaluate.console import Log, print_table, table_console
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.user_values import format_bytes
 
 OK, ABSENT, BROKEN = "ok", "absent", "broken"
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ascend_kv.config import (
-    ALLOCATORS,
-    CacheConfig,
-    format_bytes,
-    resolve_block_size,
-    resolve_formats,
-)
+from ascend_kv.config import ALLOCATORS, CacheConfig, resolve_block_size, resolve_formats
 from ascend_kv.devices import Device, get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.geometry import FORMATS
 from ascend_kv.model_files import load_geometry
 from ascend_kv.plan.capacity import capacity, describe_formats, explain_memory
+from ascend_kv.user_values import format_bytes
 
 _FLAGS = {
     "kv_cache_dtype": "--formats",

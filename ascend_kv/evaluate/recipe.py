@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import yaml
 
-from ascend_kv.config import Allocator, CacheConfig, KeyOffsetLayers, PairScaling, from_mapping
+from ascend_kv.config import Allocator, CacheConfig, KeyOffsetLayers, PairScaling
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.workload import WorkloadRecipe
 from ascend_kv.geometry import FORMATS
+from ascend_kv.user_values import from_mapping
 
 SIXTEEN_BIT = "16-bit"
 """In a recipe: the model's own type if that has 16 bits, else float16 (``with_real_formats``).

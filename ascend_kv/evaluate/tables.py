@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ascend_kv.config import format_bytes
 from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
@@ -17,6 +16,7 @@ from ascend_kv.evaluate.results import (
     SchemeResult,
     Sweep,
 )
+from ascend_kv.user_values import format_bytes
 
 
 @dataclass(frozen=True)

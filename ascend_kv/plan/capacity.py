@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ascend_kv.config import ALLOCATORS, format_bytes, plan_blocks
+from ascend_kv.config import ALLOCATORS, plan_blocks
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.user_values import format_bytes
 
 
 class Capacity(NamedTuple):
