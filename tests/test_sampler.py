@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from ascend_kv.engine import sampler as sampler_module
+from ascend_kv.engine.choice import _filter, _invert
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.request import Request
-from ascend_kv.engine.sampler import Sampler, _invert
+from ascend_kv.engine.sampler import Sampler
 from ascend_kv.errors import UsageError
 
 
@@ -222,3 +225,57 @@ def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(UsageError) as caught:
         request(**{field: value})
     assert caught.value.field == field and caught.value.given is value
+
+
+def filtered(weights: np.ndarray, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The tokens that are left, by the definition: one loop over all of them, in float64."""
+    order = sorted(range(len(weights)), key=lambda token: (-float(weights[token]), token))
+    order = [token for token in order if weights[token] >= np.float32(min_p)]
+    order = order[: top_k if top_k > 0 else None]
+    whole, before, left = math.fsum(map(float, weights[order])), 0.0, []
+    for token in order:
+        if top_p < 1 and left and before >= top_p * whole:
+            break
+        left.append(token)
+        before += float(weights[token])
+    return left
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 40, 2000])
+@pytest.mark.parametrize("top_p", [1.0, 0.97, 0.5, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 1.0])
+def test_filters_keep_what_their_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    random = np.random.default_rng(top_k)
+    for size in (1, 7, 1000):
+        # Quarters, so that there are many ties and no sum depends on its order.
+        weights = np.exp2(random.integers(-12, 0, size)).astype(np.float32)
+        weights[random.integers(size)] = 1
+        params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+        kept, tokens = _filter(weights, params)
+        assert tokens.tolist() == filtered(weights, top_k, top_p, min_p)
+        assert kept.tolist() == weights[tokens].tolist()
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(13, 301, generator=torch.Generator().manual_seed(1))
+    logits[4, 2], logits[11, 0] = float("nan"), float("inf")
+    kinds: list[dict[str, float]] = [{"temperature": 0}, {}, {"top_p": 0.9}, {"logprobs": 2}]
+
+    def run() -> list[object]:
+        sampler = Sampler(seed=3)
+        mixed = [request(str(row), **kinds[row % 4]) for row in range(13)]
+        greedy = [request(str(row), temperature=0) for row in range(13)]
+        return [*sampler.sample(logits, mixed), *sampler.sample(logits, greedy)]
+
+    alone = run()
+    calls: list[str] = []
+    pool = ThreadPoolExecutor(3, initializer=lambda: calls.append("a thread began"))
+    monkeypatch.setattr(sampler_module, "_LOGITS_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(sampler_module, "_threads", lambda: pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert run() == alone
+    assert calls  # the rows really went to threads
+
+
+def test_nothing_to_sample_gives_nothing() -> None:
+    assert Sampler().sample(torch.zeros(0, 8), []) == []

@@ -51,11 +51,12 @@ class SequenceTables(ABC):
 
     def write(self, sequence: str, start: int, stop: int) -> list[int]:
         """Slots of tokens ``start`` to ``stop`` - 1, counted as written from now on."""
-        table, size = self._tables[sequence], self.block_size
+        table, size, known = self._tables[sequence], self.block_size, self._tokens[sequence]
         assert stop <= len(table) * size, "write() past what reserve() made room for"
-        assert start <= self._tokens[sequence], "write() must leave no gap"
-        self._used_tokens += max(stop - self._tokens[sequence], 0)
-        self._tokens[sequence] = max(stop, self._tokens[sequence])
+        assert start <= known, "write() must leave no gap"
+        if stop > known:
+            self._used_tokens += stop - known
+            self._tokens[sequence] = stop
         return [table[i // size] * size + i % size for i in range(start, stop)]
 
     def table(self, sequence: str) -> list[int]:
@@ -97,11 +98,14 @@ class PagedTables(SequenceTables):
         return self._blocks_for(num_tokens) + headroom_blocks <= self.pool.num_free
 
     def reserve(self, sequence: str, num_tokens: int) -> bool:
-        table = self._tables.get(sequence, [])
+        known = self._tables.get(sequence)
+        table = [] if known is None else known
         missing = self._blocks_for(num_tokens) - len(table)
+        if missing <= 0 and known is not None:
+            return True
         if missing > self.pool.num_free:
             return False
-        if sequence not in self._tables:
+        if known is None:
             self._tables[sequence] = table
             self._tokens[sequence] = 0
         table.extend(self.pool.allocate() for _ in range(missing))

@@ -14,10 +14,11 @@ import torch
 from ascend_kv.cache.tables import SequenceTables
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.batch import Batch, Model
+from ascend_kv.engine.choice import token_logprobs
 from ascend_kv.engine.outputs import RequestOutput
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.request import Request, Status
-from ascend_kv.engine.sampler import Sampler, token_logprobs
+from ascend_kv.engine.sampler import Sampler
 from ascend_kv.engine.scheduler import Scheduler, Work
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import UsageError
@@ -34,20 +35,25 @@ class _Group:
     requests: list[Request]
 
     @property
-    def finished(self) -> bool:
-        return all(request.status is Status.FINISHED for request in self.requests)
+    def asks_logprobs(self) -> bool:
+        params = self.requests[0].params
+        return params.logprobs is not None or params.prompt_logprobs is not None
 
     def output(self) -> RequestOutput:
         first = self.requests[0]
         asked = first.params.prompt_logprobs is not None
+        finished, error = True, None
+        for request in self.requests:
+            finished &= request.status is Status.FINISHED
+            error = error or request.error
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=first.prompt_token_ids,
-            outputs=[request.completion() for request in self.requests],
-            finished=self.finished,
-            error=next((r.error for r in self.requests if r.error is not None), None),
-            prompt_logprobs=list(first.prompt_logprobs) if asked else None,
+            self.request_id,
+            self.prompt,
+            first.prompt_token_ids,
+            [request.completion() for request in self.requests],
+            finished,
+            error,
+            list(first.prompt_logprobs) if asked else None,
         )
 
 
@@ -223,9 +229,9 @@ class Engine:
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=[self._tables.table(item.request.key) for item in work],
-            query_lengths=[item.num_tokens for item in work],
-            kv_lengths=[item.stop for item in work],
+            block_tables=[self._tables.table(request.key) for request, _, _ in work],
+            query_lengths=[stop - start for _, start, stop in work],
+            kv_lengths=[stop for _, _, stop in work],
             logits_indices=logits_indices,
         )
 
@@ -260,17 +266,21 @@ class Engine:
 
     def _collect(self, sampled: list[Request]) -> list[RequestOutput]:
         """One output for every group that has news."""
-        groups = {id(group): group for group in (self._group_of[r.key] for r in sampled)}
+        groups = {group.request_id: group for group in (self._group_of[r.key] for r in sampled)}
         for request in sampled:
             if request.status is Status.FINISHED:
                 self._forget(request)
-        outputs = [self._decoded(group.output()) for group in groups.values()]
-        for output in outputs:
+        outputs: list[RequestOutput] = []
+        for group in groups.values():
+            output = group.output()
+            if group.asks_logprobs:
+                self._decode_logprobs(output)
             if output.finished:
                 del self._groups[output.request_id]
+            outputs.append(output)
         return outputs
 
-    def _decoded(self, output: RequestOutput) -> RequestOutput:
+    def _decode_logprobs(self, output: RequestOutput) -> None:
         """Give log probabilities the texts of their tokens."""
         places = list(output.prompt_logprobs or [])
         for completion in output.outputs:
@@ -280,7 +290,6 @@ class Engine:
                 for token, entry in (place or {}).items():
                     if place is not None and entry.decoded_token is None:
                         place[token] = replace(entry, decoded_token=self._tokenizer.decode([token]))
-        return output
 
     def _give_up(self, work: list[Work]) -> None:
         """Drop the requests of a step that failed, wherever it stopped."""

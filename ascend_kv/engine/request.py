@@ -44,7 +44,10 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
-        self._token_ids = list(self.prompt_token_ids)
+        # Prompt and output tokens known so far; only append() may change the list.
+        self.token_ids = list(self.prompt_token_ids)
+        params = self.params
+        self.takes_best = params.greedy and not params.changes_logits and params.logprobs is None
         own_stops = frozenset(self.params.stop_tokens)
         self.stop_ids = own_stops if self.params.ignore_eos else own_stops | self.eos_token_ids
         self._detokenizer: Detokenizer | None = None
@@ -59,12 +62,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
-        return len(self._token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and output tokens; the caller must not change the list."""
-        return self._token_ids
+        return len(self.token_ids)
 
     @property
     def may_stop(self) -> bool:
@@ -82,7 +80,7 @@ class Request:
         """Take a sampled token and decide whether the request is finished."""
         may_stop = self.may_stop
         self.output_token_ids.append(token_id)
-        self._token_ids.append(token_id)
+        self.token_ids.append(token_id)
         stopped = self._append_text(token_id)
         if may_stop and token_id in self.stop_ids:
             self._finish("stop", None if token_id in self.eos_token_ids else token_id)
