@@ -268,13 +268,13 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*sampler.sample(logits, mixed), *sampler.sample(logits, greedy)]
 
     alone = run()
-    calls: list[str] = []
-    pool = ThreadPoolExecutor(3, initializer=lambda: calls.append("a thread began"))
+    begun: list[str] = []
+    pool = ThreadPoolExecutor(3, initializer=lambda: begun.append("a thread"))
     monkeypatch.setattr(sampler_module, "_LOGITS_WORTH_A_THREAD", 1)
     monkeypatch.setattr(sampler_module, "_threads", lambda: pool)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert run() == alone
-    assert calls  # the rows really went to threads
+    assert begun  # the rows really went to threads
 
 
 def test_nothing_to_sample_gives_nothing() -> None:
