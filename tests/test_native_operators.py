@@ -69,6 +69,24 @@ def test_quantize_and_back(
             same(*both("kv_cache_dequantize", *reference, group, result))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("exponent", [-126, -100, 0, 90, 126])
+def test_values_on_and_beside_ties_round_as_divided(symmetric: bool, exponent: int) -> None:
+    # A product with 1 / scale is a little off the quotient, which shows only beside a tie.
+    steps = torch.arange(-126.5, 127.0) if symmetric else torch.arange(-127.5, 127.5)
+    rows = []
+    for scale in torch.tensor([1.0, 1.1, 1.37, 1.99999]):
+        ties = steps * scale
+        up, down = (torch.nextafter(ties, torch.tensor(end)) for end in (math.inf, -math.inf))
+        rows += [ties, up, down]
+    x = torch.stack(rows)[None, None]
+    x[..., 0], x[..., 1] = x.abs().amax(-1), -x.abs().amax(-1)
+    x = x * 2.0**exponent if exponent < 100 else x / 127 * 2.0**exponent
+    native, reference = both("kv_cache_quantize", x, "token_head", symmetric)
+    for found, expected in zip(native, reference, strict=True):
+        same(found, expected)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_quantize_with_given_scales(granularity: str, symmetric: bool) -> None:

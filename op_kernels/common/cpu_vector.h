@@ -245,6 +245,21 @@ inline Vec upper(Vec a, Vec b, std::integer_sequence<int, L...>) {
   return ASCEND_KV_SHUFFLE(a, b, ((L & D) ? L + LANES : L ^ D)...);
 }
 
+// Whether every lane of a comparison holds.
+inline bool all(Ints mask) {
+#if defined(ASCEND_KV_AVX512)
+  return _mm512_movepi32_mask(bits_of<__m512i>(mask)) == 0xffff;
+#elif defined(ASCEND_KV_AVX2)
+  return _mm256_movemask_ps(bits_of<__m256>(mask)) == 0xff;
+#elif defined(__aarch64__)
+  return vminvq_u32(bits_of<uint32x4_t>(mask)) != 0;
+#else
+  bool every = true;
+  for (int l = 0; l < LANES; ++l) every &= mask[l] != 0;
+  return every;
+#endif
+}
+
 // Over all lanes, halves against halves.
 template <int D = LANES / 2>
 inline float sum(Vec v) {

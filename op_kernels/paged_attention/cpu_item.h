@@ -35,15 +35,19 @@ struct Scratch {
   std::vector<float> floats;
   std::vector<std::pair<int64_t, int64_t>> seen;
 
+  // Begins at a cache line: a vector that lies across two takes twice as long to read.
   float* take(int64_t count) {
-    if (static_cast<int64_t>(floats.size()) < count) floats.resize(count);
-    return floats.data();
+    constexpr uintptr_t LINE_FLOATS = LINE_BYTES / sizeof(float);
+    const auto wanted = static_cast<size_t>(count) + LINE_FLOATS;
+    if (floats.size() < wanted) floats.resize(wanted);
+    const auto start = reinterpret_cast<uintptr_t>(floats.data());
+    return floats.data() + (-start % LINE_BYTES) / sizeof(float);
   }
 };
 
-// So many tokens ahead a vector is asked for: soon enough for main memory, and not so soon that
-// tokens whose addresses differ by a power of two push one another out of the first-level cache.
-constexpr int AHEAD = 16;
+// So many tokens ahead a vector is asked for: soon enough for main memory (measured: 16 to 48 are
+// within a tenth of one another).
+constexpr int AHEAD = 32;
 
 // Where the keys and values of a tile lie, and of the first tokens of the next one. After the last
 // token its address is repeated.
