@@ -75,12 +75,16 @@ def test_values_on_and_beside_ties_round_as_divided(symmetric: bool, exponent: i
     # A product with 1 / scale is a little off the quotient, which shows only beside a tie.
     steps = torch.arange(-126.5, 127.0) if symmetric else torch.arange(-127.5, 127.5)
     rows = []
-    for scale in torch.tensor([1.0, 1.1, 1.37, 1.99999]):
+    for scale in torch.rand(200, generator=torch.Generator().manual_seed(0)) + 1:
         ties = steps * scale
+        ties[0], ties[1] = 127 * scale, (-127 if symmetric else -128) * scale
         up, down = (torch.nextafter(ties, torch.tensor(end)) for end in (math.inf, -math.inf))
-        rows += [ties, up, down]
+        rows += [
+            ties,
+            torch.where(ties == ties[0], ties, up),
+            torch.where(ties == ties[0], ties, down),
+        ]
     x = torch.stack(rows)[None, None]
-    x[..., 0], x[..., 1] = x.abs().amax(-1), -x.abs().amax(-1)
     x = x * 2.0**exponent if exponent < 100 else x / 127 * 2.0**exponent
     native, reference = both("kv_cache_quantize", x, "token_head", symmetric)
     for found, expected in zip(native, reference, strict=True):
