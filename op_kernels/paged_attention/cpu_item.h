@@ -172,7 +172,8 @@ inline void ItemRun::read_parameter(
   if (!has) return;
   for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
     const float* from = p.at(block, item_.kv_head, offset);
-    for (int i = 0; i < n; ++i) out[k + i] = from[i * p.token];
+    if (p.token == 1) std::copy_n(from, n, out + k);
+    else for (int i = 0; i < n; ++i) out[k + i] = from[i * p.token];
   });
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
