@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ascend_kv.cache_formats import BY_TOKEN
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import (
     FORMAT_NAMES,
     GRANULARITIES,
     SCALE_TYPES,
-    FormatSpec,
+    LayerFormat,
     ModelGeometry,
     format_spec,
+    layer_format,
 )
 from ascend_kv.user_values import at_least_one, format_bytes, from_mapping, is_int, one_of
 
@@ -30,9 +33,11 @@ PairScaling = bool | Literal["auto"]
 KeyOffsetLayers = Literal["auto", "all", "none"] | tuple[int, ...]
 Allocator = Literal["paged", "contiguous"]
 ALLOCATORS: tuple[str, ...] = typing.get_args(Allocator)
+KVCacheDtype = str | Mapping[str, Any]
+"""A name that ``format_spec`` takes, or names for "k" and "v"."""
 KVCacheScales = str | Mapping[str, Any]
 """A file of static scales, a checkpoint that has them, or what such a file holds."""
-_DYNAMIC_GRANULARITIES = ("token", "token_head", "group")
+_LAYERS = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class CacheConfig:
     """How the KV cache is kept.
 
     Attributes:
-        kv_cache_dtype: "auto" (the model's dtype) or a name that ``format_spec`` takes.
+        kv_cache_dtype: "auto" (the model's dtype), a name that ``format_spec`` takes, or two for
+            keys and values: ``{"k": "int8", "v": "int4"}``, or "k:int8+v:int4".
         granularity: which numbers share a scale when quantized: "token", "token_head" or
             "group"; with static scales also "layer", "head" or "channel", but not "group".
         symmetric: without zero points when quantized.
@@ -52,6 +58,8 @@ class CacheConfig:
             ``cache.static_scales``.
         kv_cache_dtype_skip_layers: layers kept in the model's dtype; negative numbers count from
             the last layer, -1.
+        kv_cache_dtype_layers: other formats for some layers: ``{"0..3": "int8", "-1": "auto"}``,
+            ranges with both ends, negative numbers from the last layer.
         block_size: tokens in a block; None is the device's default.
         kv_allocator: "paged", or "contiguous", which reserves max_model_len for every sequence.
         kv_cache_memory_bytes: memory for the cache; None leaves it to the caller.
@@ -67,13 +75,14 @@ class CacheConfig:
         UsageError: names the field, what was given and what is legal.
     """
 
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     granularity: str = "token_head"
     symmetric: bool = True
     scale_type: str = "dynamic"
     group_size: int | None = None
     kv_cache_scales: KVCacheScales | None = None
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    kv_cache_dtype_layers: Mapping[str, Any] | None = None
     block_size: int | None = None
     kv_allocator: str = "paged"
     kv_cache_memory_bytes: int | None = None
@@ -82,7 +91,6 @@ class CacheConfig:
     key_offset_layers: KeyOffsetLayers = "auto"
 
     def __post_init__(self) -> None:
-        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *FORMAT_NAMES))
         one_of("granularity", self.granularity, GRANULARITIES)
         one_of("symmetric", self.symmetric, (True, False))
         one_of("scale_type", self.scale_type, SCALE_TYPES)
@@ -114,23 +122,41 @@ class CacheConfig:
             raise UsageError("kv_cache_scales", scales, legal)
         if self.scale_type != "static" and self.kv_cache_scales is not None:
             raise UsageError("scale_type", self.scale_type, "static with kv_cache_scales")
-        if self.kv_cache_dtype == "auto":
+        layers: object = self.kv_cache_dtype_layers
+        if not isinstance(layers, Mapping | None):
+            legal = 'a mapping such as {"0..3": "int8"}'
+            raise UsageError("kv_cache_dtype_layers", layers, legal)
+        for given in (self.kv_cache_dtype, *(self.kv_cache_dtype_layers or {}).values()):
+            self._check_format(given)
+
+    def _check_format(self, given: KVCacheDtype) -> None:
+        if isinstance(given, str) and not set(given) & set("/:"):
+            one_of("kv_cache_dtype", given, ("auto", *FORMAT_NAMES))
+        elif not isinstance(given, str | Mapping):
+            raise UsageError("kv_cache_dtype", given, ("auto", *FORMAT_NAMES))
+        if given == "auto":
             return
-        spec = self.spec(self.kv_cache_dtype)
-        if spec.quantized and not spec.static and self.granularity not in _DYNAMIC_GRANULARITIES:
+        layer = self.spec(given)
+        for spec in (layer.key, layer.value):
+            if not spec.quantized or spec.static or spec.scales_by_token:
+                continue
             raise UsageError(
                 "granularity",
-                self.granularity,
-                f"{', '.join(_DYNAMIC_GRANULARITIES)} with scale_type dynamic",
+                spec.granularity,
+                f"{', '.join(BY_TOKEN)} with scale_type dynamic",
                 "In the cache, scales of a layer, head or channel have to be known beforehand, "
                 "since a later token must not clip against an earlier token's scale: give them as "
                 "kv_cache_scales, with scale_type static.",
             )
 
-    def spec(self, kv_cache_dtype: str) -> FormatSpec:
+    def spec(self, kv_cache_dtype: KVCacheDtype) -> LayerFormat:
         """The format of that name with the scales that are chosen here."""
-        return format_spec(
-            kv_cache_dtype, self.granularity, self.symmetric, self.scale_type, self.group_size
+        return layer_format(
+            kv_cache_dtype,
+            granularity=self.granularity,
+            symmetric=self.symmetric,
+            scale_type=self.scale_type,
+            group_size=self.group_size,
         )
 
     def _check_conditioning(self) -> None:
@@ -220,7 +246,7 @@ def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> Ca
 
 def resolve_formats(
     geometry: ModelGeometry, cache: CacheConfig, model_dtype: str
-) -> tuple[FormatSpec, ...]:
+) -> tuple[LayerFormat, ...]:
     """The format of every layer.
 
     Args:
@@ -229,25 +255,51 @@ def resolve_formats(
         model_dtype: the type the model runs in, which "auto" and the skipped layers take.
 
     Raises:
-        UsageError: a skipped layer that the model has not got, a group_size that does not divide
-            its heads, or an unknown ``model_dtype``.
+        UsageError: a layer that the model has not got or that is named twice, a format that does
+            not fit its heads, or an unknown ``model_dtype``.
     """
     plain = format_spec(model_dtype)
-    chosen = plain
-    if cache.kv_cache_dtype != "auto":
-        chosen = cache.spec(cache.kv_cache_dtype)
+
+    def resolve(given: KVCacheDtype) -> LayerFormat:
+        chosen = plain if given == "auto" else cache.spec(given)
         chosen.check_head_dim(geometry.head_dim)
+        return chosen
+
     layers = geometry.num_layers
-    for layer in cache.kv_cache_dtype_skip_layers:
-        if not -layers <= layer < layers:
+    formats = [resolve(cache.kv_cache_dtype)] * layers
+    named: set[int] = set()
+    for words, given in (cache.kv_cache_dtype_layers or {}).items():
+        for layer in _layers_named(words, layers):
+            if layer in named:
+                raise UsageError("kv_cache_dtype_layers", words, f"layer {layer} named once only")
+            named.add(layer)
+            formats[layer] = resolve(given)
+    for skipped in cache.kv_cache_dtype_skip_layers:
+        if not -layers <= skipped < layers:
             raise UsageError(
-                "kv_cache_dtype_skip_layers", layer, f"{-layers} to {layers - 1} in this model"
+                "kv_cache_dtype_skip_layers", skipped, f"{-layers} to {layers - 1} in this model"
             )
-    skipped = {layer % layers for layer in cache.kv_cache_dtype_skip_layers}
-    return tuple(plain if layer in skipped else chosen for layer in range(layers))
+        if skipped % layers in named:
+            hint = "It has a format in kv_cache_dtype_layers."
+            raise UsageError("kv_cache_dtype_skip_layers", skipped, "another layer", hint)
+        formats[skipped % layers] = plain
+    return tuple(formats)
 
 
-def check_quantization_is_used(cache: CacheConfig, formats: Sequence[FormatSpec]) -> None:
+def _layers_named(words: object, layers: int) -> range:
+    """The layers of "3", "-1" or "0..3"."""
+    match = _LAYERS.fullmatch(str(words))
+    ends = [int(end) for end in match.groups() if end is not None] if match else []
+    if not ends or not all(-layers <= end < layers for end in ends):
+        legal = f"a layer from {-layers} to {layers - 1}, or two such as 0..3"
+        raise UsageError("kv_cache_dtype_layers", words, legal)
+    first, last = ends[0] % layers, ends[-1] % layers
+    if last < first:
+        raise UsageError("kv_cache_dtype_layers", words, "the first layer before the last")
+    return range(first, last + 1)
+
+
+def check_quantization_is_used(cache: CacheConfig, formats: Sequence[LayerFormat]) -> None:
     """Refuse settings of a quantization that does not take place.
 
     Raises:
@@ -266,21 +318,22 @@ def check_quantization_is_used(cache: CacheConfig, formats: Sequence[FormatSpec]
             )
 
 
-def resolve_block_size(cache: CacheConfig, device: Device, formats: Sequence[FormatSpec]) -> int:
+def resolve_block_size(cache: CacheConfig, device: Device, formats: Sequence[LayerFormat]) -> int:
     """Tokens in a block: the user's number, or else the device's default.
 
     Raises:
         UsageError: the device does not read blocks of that size, or one of the formats.
     """
     block_size = device.default_block_size if cache.block_size is None else cache.block_size
-    for name in dict.fromkeys(spec.name for spec in formats):
+    sides = [side for spec in formats for side in (spec.key, spec.value)]
+    for name in dict.fromkeys(side.name for side in sides):
         device.check_block_size(block_size, name)
     return block_size
 
 
 def plan_blocks(
     geometry: ModelGeometry,
-    formats: Sequence[FormatSpec],
+    formats: Sequence[LayerFormat],
     block_size: int,
     memory_bytes: int,
     max_model_len: int,

@@ -50,6 +50,7 @@ class Device:
         formats: KV cache formats its attention reads.
         default_block_size: tokens in a block where the user names no number.
         block_multiples: format name -> what a block size must be a multiple of.
+        refused: format name -> why its attention does not read it, where that needs saying.
         sources: attribute name -> where its figure was read.
     """
 
@@ -63,6 +64,7 @@ class Device:
     block_multiples: Mapping[str, int]
     sources: Mapping[str, str] = field(repr=False)
     rates: Rates | None = None
+    refused: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def check_block_size(self, block_size: int, format_name: str) -> None:
         """Refuse a block size, or a format, that the device's attention cannot read.
@@ -75,7 +77,9 @@ class Device:
             UsageError: names the legal formats, or the legal block sizes.
         """
         if format_name not in self.formats:
-            raise UsageError("kv_cache_dtype", format_name, self.formats, f"On {self.name}.")
+            reason = self.refused.get(format_name)
+            hint = f"On {self.name}{f': {reason}' if reason else ''}."
+            raise UsageError("kv_cache_dtype", format_name, self.formats, hint)
         multiple = self.block_multiples[format_name]
         if block_size >= 1 and block_size % multiple == 0:
             return
@@ -88,6 +92,12 @@ class Device:
 
 
 _CANN_ATTENTION = "aclnnFusedInferAttentionScoreV4 in the CANN operator documentation"
+_FP8 = ("fp8_e4m3", "fp8_e5m2")
+_NO_FP8 = "it has no FP8, neither to cast to nor to attend over; a 950 has"
+_NO_INT4 = (
+    "there is no INT4 kernel for it, and its fused attention takes no INT4 keys from a paged cache "
+    "with a float16 or bfloat16 query"
+)
 
 
 _GUIDE = "Ascend C performance guide in asc-devkit"
@@ -140,12 +150,13 @@ def _ascend_910b(
             }
         ),
         rates=rates,
+        refused=MappingProxyType({**dict.fromkeys(_FP8, _NO_FP8), "int4": _NO_INT4}),
     )
 
 
 def _ascend_950() -> Device:
-    # Only what is published is filled in, and of the formats only those that this package has:
-    # the 950 reads FP8 too.
+    # Only what is published is filled in. FP8 is served by the references there, as on a CPU: no
+    # kernel of this package was made for a 950.
     assumed = "assumed to be the 910B's: not read for the 950 yet"
     return Device(
         name="950",
@@ -153,22 +164,25 @@ def _ascend_950() -> Device:
         cube_cores=None,
         vector_cores=None,
         ub_bytes=None,
-        formats=("float16", "bfloat16", "int8"),
+        formats=("float16", "bfloat16", "int8", *_FP8),
         default_block_size=128,
-        block_multiples=MappingProxyType({"float16": 16, "bfloat16": 16, "int8": 32}),
+        block_multiples=MappingProxyType(
+            {"float16": 16, "bfloat16": 16, "int8": 32, **dict.fromkeys(_FP8, 32)}
+        ),
         sources=MappingProxyType(
             {
-                "formats": assumed,
+                "formats": f"{assumed}; FP8: vllm-ascend issue 8102",
                 "default_block_size": assumed,
                 "block_multiples": assumed,
             }
         ),
+        refused=MappingProxyType({"int4": "there is no INT4 kernel for it"}),
     )
 
 
 def _cpu() -> Device:
     ours = "this package's reference operators"
-    formats = ("float32", "float16", "bfloat16", "int8")
+    formats = ("float32", "float16", "bfloat16", "int8", *_FP8, "int4")
     return Device(
         name="cpu",
         memory_bytes=None,

@@ -14,168 +14,34 @@ format. With query heads in place of key/value heads the answer is G times too l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ascend_kv.architectures import check_servable, layer_windows
-from ascend_kv.errors import UnsupportedModelError, UsageError
+from ascend_kv.cache_formats import (
+    GRANULARITIES,
+    SCALE_TYPES,
+    FormatSpec,
+    LayerFormat,
+    MixedFormat,
+)
+from ascend_kv.errors import UnsupportedModelError
+from ascend_kv.format_names import FORMAT_NAMES, FORMATS, format_spec, layer_format
 
-Granularity = Literal["layer", "head", "token", "token_head", "channel", "group"]
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-SCALE_TYPES = ("dynamic", "static")
-
-
-@dataclass(frozen=True)
-class FormatSpec:
-    """How one layer's keys and values are kept, and what that costs.
-
-    Attributes:
-        name: "float32", "float16", "bfloat16" or "int8".
-        value_bits: bits of one stored number.
-        granularity: which numbers share a scale; None for unquantized formats.
-        symmetric: whether zero is always code 0; otherwise a zero point goes with each scale.
-        scale_bits: bits of one scale, and of one zero point; 0 for unquantized formats.
-        static: whether the scales are given beforehand; otherwise every token makes its own.
-        group_size: channels that share a scale where the granularity is "group".
-    """
-
-    name: str
-    value_bits: int
-    granularity: str | None = None
-    symmetric: bool = True
-    scale_bits: int = 0
-    static: bool = False
-    group_size: int | None = None
-
-    def __str__(self) -> str:
-        """Such as "float16", "int8/token_head" or "int8/group32/asymmetric"."""
-        if not self.quantized:
-            return self.name
-        words = [self.name, f"{self.granularity}{self.group_size or ''}"]
-        words += ["static"] * self.static + ["asymmetric"] * (not self.symmetric)
-        return "/".join(words)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether scales go with the values."""
-        return self.granularity is not None
-
-    @property
-    def scales_by_token(self) -> bool:
-        """Whether scales lie beside every token; those of layer, head and channel do not."""
-        return self.granularity in ("token", "token_head", "group")
-
-    def scale_shape(self, kv_heads: int, head_dim: int, positions: int) -> tuple[int, ...]:
-        """``[1, N, P, D]`` with 1 for what shares a scale: one side's static scales.
-
-        P positions, for a token's scale may differ with its position.
-        """
-        return {
-            "layer": (1, 1, 1, 1),
-            "head": (1, kv_heads, 1, 1),
-            "channel": (1, kv_heads, 1, head_dim),
-            "token": (1, 1, positions, 1),
-            "token_head": (1, kv_heads, positions, 1),
-        }[self.granularity or ""]
-
-    def vectors_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Bytes of one token's keys in one layer, over all kv heads; its values cost the same.
-
-        token_head keeps a scale for each head, token one for all heads, group one for each
-        ``group_size`` channels of each head. The scales of layer, head and channel belong to the
-        layer, not to a token, and count nothing here. Asymmetric formats keep as many zero points
-        as scales.
-        """
-        scales = 0
-        if self.scales_by_token:
-            scales = 1 if self.granularity == "token" else kv_heads
-        if self.group_size is not None:
-            assert head_dim % self.group_size == 0, "check_head_dim comes first"
-            scales *= head_dim // self.group_size
-        parameters = scales if self.symmetric else 2 * scales
-        return (kv_heads * head_dim * self.value_bits + parameters * self.scale_bits) // 8
-
-    def static_bytes(self, kv_heads: int, head_dim: int, positions: int) -> int:
-        """Bytes of one layer's static scales and zero points, keys' and values' together."""
-        if not self.static:
-            return 0
-        scales = math.prod(self.scale_shape(kv_heads, head_dim, positions))
-        return 2 * (scales if self.symmetric else 2 * scales) * self.scale_bits // 8
-
-    def check_head_dim(self, head_dim: int) -> None:
-        """Refuse groups that do not divide a head evenly.
-
-        Raises:
-            UsageError: names the legal sizes.
-        """
-        if self.group_size is None or (
-            self.group_size < head_dim and head_dim % self.group_size == 0
-        ):
-            return
-        legal = [size for size in range(2, head_dim) if head_dim % size == 0]
-        hint = "Groups are smaller than a head: the whole head is granularity token_head."
-        raise UsageError("group_size", self.group_size, legal or "none in this model", hint)
-
-    def token_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Bytes of one token's keys and values in one layer, scales and zero points included."""
-        return 2 * self.vectors_bytes(kv_heads, head_dim)
-
-
-FORMATS: Mapping[str, FormatSpec] = {
-    "float32": FormatSpec("float32", 32),
-    "float16": FormatSpec("float16", 16),
-    "bfloat16": FormatSpec("bfloat16", 16),
-}
-"""The unquantized formats by name; ``format_spec`` makes the quantized ones."""
-
-_SYNONYMS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-FORMAT_NAMES = (*FORMATS, "int8", "int8_per_token_head", *_SYNONYMS)
-"""Every name that ``format_spec`` takes."""
-
-
-def format_spec(
-    name: str,
-    granularity: str = "token_head",
-    symmetric: bool = True,
-    scale_type: str = "dynamic",
-    group_size: int | None = None,
-) -> FormatSpec:
-    """The format of that name; all but the name is of no account to unquantized formats.
-
-    Args:
-        name: "float32" ("fp32"), "float16" ("fp16", "half"), "bfloat16" ("bf16"), "int8" or
-            "int8_per_token_head", vLLM's name for INT8 with ``granularity="token_head"``.
-        granularity: which numbers share a scale.
-        symmetric: no zero points.
-        scale_type: "dynamic": from each token's own numbers; "static": given beforehand.
-        group_size: channels that share a scale, with granularity "group" only.
-
-    Raises:
-        UsageError: an unknown name, granularity or scale type, or a group_size that is missing,
-            not wanted or below 2.
-    """
-    if granularity not in GRANULARITIES:
-        raise UsageError("granularity", granularity, GRANULARITIES)
-    if scale_type not in SCALE_TYPES:
-        raise UsageError("scale_type", scale_type, SCALE_TYPES)
-    name = _SYNONYMS.get(name, name)
-    if name in FORMATS:
-        return FORMATS[name]
-    if name == "int8_per_token_head" and granularity != "token_head":
-        raise UsageError("granularity", granularity, f"token_head with {name}")
-    if name not in ("int8", "int8_per_token_head"):
-        raise UsageError("kv_cache_dtype", name, FORMAT_NAMES)
-    if granularity == "group":
-        if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 2:
-            raise UsageError("group_size", group_size, "a divisor of head_dim of at least 2")
-        if scale_type == "static":
-            hint = "Static scales of groups are scales of channels that repeat."
-            raise UsageError("scale_type", scale_type, "dynamic with granularity group", hint)
-    elif group_size is not None:
-        raise UsageError("group_size", group_size, f"none with granularity {granularity}")
-    return FormatSpec("int8", 8, granularity, symmetric, 32, scale_type == "static", group_size)
+__all__ = [
+    "FORMATS",
+    "FORMAT_NAMES",
+    "GRANULARITIES",
+    "SCALE_TYPES",
+    "FormatSpec",
+    "LayerFormat",
+    "MixedFormat",
+    "ModelGeometry",
+    "format_spec",
+    "geometry_from_config",
+    "layer_format",
+]
 
 
 @dataclass(frozen=True)
@@ -227,23 +93,23 @@ class ModelGeometry:
         """G, the query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    def token_bytes(self, formats: Sequence[FormatSpec]) -> int:
+    def token_bytes(self, formats: Sequence[LayerFormat]) -> int:
         """Bytes of one token in all layers; ``formats`` has one entry for each layer."""
         assert len(formats) == self.num_layers, "one format for each layer"
         return sum(spec.token_bytes(self.num_kv_heads, self.head_dim) for spec in formats)
 
-    def block_bytes(self, formats: Sequence[FormatSpec], block_size: int) -> int:
+    def block_bytes(self, formats: Sequence[LayerFormat], block_size: int) -> int:
         """Bytes of one block of ``block_size`` tokens in all layers, as they are allocated."""
         return block_size * self.token_bytes(formats)
 
-    def static_bytes(self, formats: Sequence[FormatSpec], max_model_len: int) -> int:
+    def static_bytes(self, formats: Sequence[LayerFormat], max_model_len: int) -> int:
         """Bytes of the static scales of all layers, for sequences of up to ``max_model_len``."""
         return sum(
             spec.static_bytes(self.num_kv_heads, self.head_dim, max_model_len) for spec in formats
         )
 
     def cache_bytes(
-        self, formats: Sequence[FormatSpec], num_blocks: int, block_size: int, max_model_len: int
+        self, formats: Sequence[LayerFormat], num_blocks: int, block_size: int, max_model_len: int
     ) -> int:
         """Bytes of a whole cache: its blocks, and once the static scales."""
         blocks = num_blocks * self.block_bytes(formats, block_size)

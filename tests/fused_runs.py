@@ -14,6 +14,7 @@ import torch
 from compare import assert_rounded, assert_within, largest
 from npu_stand_in import StandIn
 
+from ascend_kv.formats import format_of
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_attention import plan
 from ascend_kv.ops.fused_request import Layout, request_of
@@ -100,9 +101,11 @@ def rounded_cache(cache: Any, dtype: torch.dtype) -> Any:
     sides = []
     for side, codes in zip(("key", "value"), cache.tensors, strict=True):
         scale, zero = (cache.scales.get(f"{side}_{x}") for x in ("scale", "zero_point"))
-        values = codes.float() * _for_each_channel(scale, codes.shape[3])
+        values = format_of(codes.dtype).codes_as_floats(codes)
+        if scale is not None:
+            values = values * _for_each_channel(scale, values.shape[3])
         if zero is not None:
-            values = values + _for_each_channel(zero, codes.shape[3])
+            values = values + _for_each_channel(zero, values.shape[3])
         sides.append(values.to(dtype))
     return cache._replace(tensors=tuple(sides), scales={})
 

@@ -18,7 +18,8 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("architectures", "gguf_header"),
+    ("architectures", "cache_formats", "gguf_header"),
+    ("format_names",),
     ("geometry", "devices", "registry", "metrics"),
     ("model_files", "user_values"),
     ("config",),

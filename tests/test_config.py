@@ -25,7 +25,7 @@ GEOMETRY = ModelGeometry("llama", 4, 6, 2, 8, 48, 100, 256, "float16", (None,) *
 @pytest.mark.parametrize(
     ("options", "legal", "hint"),
     [
-        ({"kv_cache_dtype": "fp8_e4m3"}, "auto, float32, float16", ""),
+        ({"kv_cache_dtype": "fp6"}, "auto, float32, float16", ""),
         ({"kv_cache_dtype": "in8"}, "int8", "int8"),
         ({"kv_cache_dtype": 8}, "int8", ""),
         ({"granularity": "tokens"}, "layer, head, token, token_head, channel", "token"),

@@ -18,8 +18,8 @@ from ascend_kv.formats import (
     UnquantizedFormat,
     format_of,
     reduced_dims,
+    require_finite,
 )
-from ascend_kv.formats.int8 import require_finite
 from ascend_kv.geometry import GRANULARITIES, format_spec
 
 LARGEST = torch.finfo(torch.float32).max

@@ -112,7 +112,9 @@ def test_format_names_and_their_synonyms() -> None:
     assert not format_spec("float16", "token").quantized
     assert format_spec("int8_per_token_head") == format_spec("int8", "token_head")
     assert format_spec("int8", "token") != format_spec("int8")
-    assert [format_spec(name).name for name in FORMAT_NAMES][3:5] == ["int8", "int8"]
+    assert [format_spec(name).name for name in FORMAT_NAMES][3:9] == [
+        *("int8", "fp8_e4m3", "fp8_e5m2", "int4", "int8", "int4")
+    ]
 
 
 @pytest.mark.parametrize(

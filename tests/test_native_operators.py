@@ -17,7 +17,7 @@ from compare import assert_as_good
 from kernel_harness import poison_some, random_values, same
 
 from ascend_kv import ops
-from ascend_kv.formats import FLOAT_DTYPES
+from ascend_kv.formats import FLOAT_DTYPES, format_named, format_of
 from ascend_kv.ops import platform
 from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
 
@@ -89,6 +89,90 @@ def test_values_on_and_beside_ties_round_as_divided(symmetric: bool, exponent: i
     native, reference = both("kv_cache_quantize", x, "token_head", symmetric)
     for found, expected in zip(native, reference, strict=True):
         same(found, expected)
+
+
+LOW_BITS = ("fp8_e4m3", "fp8_e5m2", "int4")
+
+
+def same_bytes(found: Tensor, expected: Tensor) -> None:
+    """Codes bit for bit; scales and zero points as ``same``."""
+    if found.dtype in (torch.float32, torch.float16):
+        same(found, expected)
+    else:
+        assert found.dtype is expected.dtype
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("storage", LOW_BITS)
+def test_quantize_to_fp8_and_int4_and_back(
+    storage: str, granularity: str, dtype: torch.dtype
+) -> None:
+    for poison in (True, False):
+        for shape in ((2, 3, 5, 40), (1, 2, 300, 64), (2, 1, 3, 78), (1, 4, 2, 130)):
+            group = shape[3] // 5 if granularity == "group" else 0
+            if group % 2 or (group and shape[3] % group):
+                continue
+            x = draw(shape, dtype, poison)
+            for symmetric in (True, False) if storage == "int4" else (True,):
+                options = {"group_size": group, "storage": storage}
+                native, reference = both("kv_cache_quantize", x, granularity, symmetric, **options)
+                for found, expected in zip(native, reference, strict=True):
+                    same_bytes(found, expected)
+                for result in FLOAT_DTYPES:
+                    same(*both("kv_cache_dequantize", *reference, group, result))
+
+
+@pytest.mark.parametrize("storage", LOW_BITS[:2])
+def test_every_float_of_16_bits_becomes_the_same_fp8(storage: str) -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = bits.view(dtype)
+        x = x[x.isfinite()].view(1, 1, -1, 8)
+        for factor in (1.0, 3.7e-3, 2.0**-20, 1e30):
+            scale = torch.full((1, 1, 1, 1), factor)
+            arguments = (x, "layer", True, scale, None, 0, storage)
+            native, reference = both("kv_cache_quantize", *arguments)
+            same_bytes(native[0], reference[0])
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 2, 128).view(native[0].dtype)
+    same(*both("kv_cache_dequantize", codes, torch.ones(1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("granularity", ["token_head", "token", "group"])
+@pytest.mark.parametrize("key", LOW_BITS)
+@pytest.mark.parametrize("value", ["int8", *LOW_BITS])
+def test_store_and_load_fp8_and_int4(
+    key: str, value: str, granularity: str, dtype: torch.dtype
+) -> None:
+    shape = (9, 3, 24, 40)
+    tokens = [draw((50 + i, 3, 40), dtype, True)[:50] for i in range(2)]
+    slots = torch.randperm(9 * 24)[:50]
+    slots[[3, 17]] = -1
+    kinds = {"key": format_named(key), "value": format_named(value)}
+    written = []
+    for namespace in ("ascend_kv", REFERENCE_NAMESPACE):
+        caches = [
+            torch.zeros(*shape[:3], 40 // kind.codes_per_element, dtype=torch.uint8).view(
+                kind.dtype
+            )
+            for kind in kinds.values()
+        ]
+        scales = {
+            name: x.to(kinds[name.partition("_")[0]].scale_dtype)
+            for name, x in paged(granularity, False, shape).items()
+            if name.endswith("scale") or kinds[name.partition("_")[0]].zero_points
+        }
+        operator("kv_cache_store", namespace)(*tokens, *caches, slots, **scales)
+        written.append([*caches, *scales.values()])
+    for found, expected in zip(*written, strict=True):
+        same_bytes(found, expected)
+    tables, lengths = torch.randperm(9).view(3, 3), [72, 0, 49]
+    for result in FLOAT_DTYPES:
+        loaded = both("kv_cache_load", *caches, tables, lengths, **scales, dtype=result)
+        for found, expected in zip(*loaded, strict=True):
+            same(found, expected)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -177,11 +261,15 @@ def attention_case(
     counts = [-(-length // 16) for length in lengths]
     shape = (sum(counts) + 1, kv_heads, 16, dim)
     scales: dict[str, Tensor] = {}
-    if dtype is torch.int8:
-        caches = [torch.randint(-128, 128, shape, dtype=dtype) for _ in range(2)]
-        for side in ("key", "value"):
-            scales[f"{side}_scale"] = torch.rand(shape[:3]) * 0.02 + 0.005
-            scales[f"{side}_zero_point"] = torch.randn(shape[:3])
+    kind = format_of(dtype)
+    if kind.quantized:
+        vectors = torch.randn(2, *shape)
+        encoded = [kind.encode(x, (3,), not kind.zero_points) for x in vectors]
+        caches = [x.codes for x in encoded]
+        for side, x in zip(("key", "value"), encoded, strict=True):
+            scales[f"{side}_scale"] = x.scale.squeeze(-1)
+            if x.zero_point is not None:
+                scales[f"{side}_zero_point"] = x.zero_point.squeeze(-1)
     else:
         caches = [torch.randn(shape).to(dtype) for _ in range(2)]
     free = torch.randperm(shape[0]).tolist()
@@ -196,7 +284,10 @@ LENGTHS = [5000, 1, 2500, 64, 65, 300]
 QUERIES = [1, 1, 40, 64, 1, 7]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, *FLOAT_DTYPES])
+CACHES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", [*CACHES, *FLOAT_DTYPES])
 @pytest.mark.parametrize("group", [1, 3, 9])
 def test_long_sequences_are_exact(dtype: torch.dtype, group: int) -> None:
     tensors, scales = attention_case(dtype, LENGTHS)
@@ -230,9 +321,10 @@ def _attention(
         blocks = tables[row, : -(-length // 16)]
         sides = []
         for name, cache in (("key", key_cache), ("value", value_cache)):
-            values = cache[blocks].to(dtype)
+            values = format_of(cache.dtype).codes_as_floats(cache[blocks]).to(dtype)
             if scales:
                 values = values * scales[f"{name}_scale"][blocks].to(dtype)[..., None]
+            if f"{name}_zero_point" in scales:
                 values = values + scales[f"{name}_zero_point"][blocks].to(dtype)[..., None]
             dense = values.transpose(0, 1).flatten(1, 2)[:, :length]
             sides.append(dense.repeat_interleave(heads // dense.shape[0], 0))
@@ -261,17 +353,22 @@ def test_parts_of_which_nothing_is_seen(hidden: slice) -> None:
 
 
 def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
-    tensors, scales = attention_case(torch.int8, LENGTHS)
+    cases = [attention_case(dtype, LENGTHS) for dtype in CACHES]
     query = torch.randn(sum(QUERIES), 6, 40)
     x = torch.randn(2, 3, 700, 64)
     gate, lengths = torch.randn(2000, 48), [900, 1100]
     results: list[list[Tensor]] = []
     for count in (1, 2, 3, 7):
         threads(count)
-        found = [*ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales)]
-        found += ops.kv_cache_load(*tensors, LENGTHS, **scales)
+        found: list[Tensor] = []
+        for tensors, scales in cases:
+            found += ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales)
+            found += ops.kv_cache_load(*tensors, LENGTHS, **scales)
         for granularity in ("layer", "head", "token", "channel"):
             found += ops.kv_cache_quantize(x, granularity, False)
+            found += ops.kv_cache_quantize(x, granularity, False, storage="int4")
+            codes = ops.kv_cache_quantize(x, granularity, storage="fp8_e4m3")[0]
+            found.append(codes.view(torch.uint8))
         found.append(ops.hca_compress(gate, gate.flip(0), lengths, 8, overlap=True))
         results.append(found)
     for others in results[1:]:
@@ -279,7 +376,7 @@ def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None])
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+@pytest.mark.parametrize("dtype", [*CACHES, torch.float16])
 def test_a_sequence_does_not_notice_the_others(dtype: torch.dtype) -> None:
     tensors, scales = attention_case(dtype, LENGTHS)
     query = torch.randn(sum(QUERIES), 6, 40)

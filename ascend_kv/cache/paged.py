@@ -1,13 +1,15 @@
 """The tensors of a paged KV cache.
 
-Per layer: keys ``[K, N, S, D]``, values alike, in the format's storage type. A quantized format
-has scales in float32, and zero points of the same shape where it is asymmetric::
+Per layer: keys ``[K, N, S, D]`` in their format's storage type (INT4: uint8 ``[K, N, S, D / 2]``),
+values alike in theirs. A quantized format has scales in float32 (INT4: float16), and zero points of
+the same shape where it is asymmetric::
 
     token_head [K, N, S]    token [K, 1, S]    group [K, N, S, D / g]    beside every token
     layer [1, 1, 1, 1]      head [1, N, 1, 1]  channel [1, N, 1, D]      static, once
 
 Static scales of token and token_head are a table by position beside these, from which a token
-takes its scale when it is stored. K blocks, N KV heads, S tokens a block, D head_dim, g channels
+takes its scale when it is stored. Where the format says so, keys are stored rotated
+(``formats.hadamard``). K blocks, N KV heads, S tokens a block, D head_dim, g channels
 a group.
 """
 
@@ -20,7 +22,9 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.cache.static_layer import ClippedShare, StaticScales
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.formats import format_named
+from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
+from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 
 Tensor = torch.Tensor
 
@@ -35,13 +39,16 @@ class LayerCache(NamedTuple):
     key_zero_point: Tensor | None = None
     value_zero_point: Tensor | None = None
     static: StaticScales | None = None
+    rotated: bool = False
 
     @property
     def block_tensors(self) -> tuple[Tensor, ...]:
         """What belongs to blocks and moves with them, ``[K, ...]`` each."""
-        if self.static is not None and not self.static.by_position:
-            return self.key, self.value
-        scales = (scale for scale in self.scales.values() if scale is not None)
+        scales = (
+            scale
+            for name, scale in self.scales.items()
+            if scale is not None and (self.static is None or self.static.by_position(name))
+        )
         return self.key, self.value, *scales
 
     @property
@@ -73,15 +80,48 @@ class LayerCache(NamedTuple):
         """
         if self.static is not None:
             self.static.count(key, value, positions)
-            if self.static.by_position:
-                self._place_scales(self.static, slots, positions)
+            self._place_scales(self.static, slots, positions)
+        if self.rotated:
+            key = rotate_keys(key)
         dynamic = self.static is None
         ops.kv_cache_store(key, value, self.key, self.value, slots, **self.scales, dynamic=dynamic)
+
+    def attend(
+        self,
+        query: Tensor,
+        block_tables: Tensor,
+        query_lengths: Sequence[int],
+        kv_lengths: Sequence[int],
+        softmax_scale: float,
+        **options: Any,
+    ) -> Tensor:
+        """``paged_attention`` to what is stored here: ``[T, H, D]`` in the query's type.
+
+        Args:
+            query: ``[T, H, D]``, as the model makes them.
+            block_tables, query_lengths, kv_lengths, softmax_scale, options: the operator's.
+
+        Raises:
+            UsageError: as the operator.
+        """
+        asked = rotate_queries(query) if self.rotated else query
+        output, _ = ops.paged_attention(
+            asked,
+            self.key,
+            self.value,
+            block_tables,
+            query_lengths,
+            kv_lengths,
+            softmax_scale,
+            **self.scales,
+            **options,
+        )
+        return output.to(query.dtype)
 
     def _place_scales(self, static: StaticScales, slots: Tensor, positions: Tensor) -> None:
         block_size = self.key.shape[2]
         for name, paged in self.scales.items():
-            if paged is not None:
+            if paged is not None and static.by_position(name):
                 given = static.at(name, positions)
                 assert given is not None, "load_static_scales gives all that a format has"
                 paged[slots // block_size, :, slots % block_size] = given.squeeze(2)
@@ -93,7 +133,7 @@ class PagedKVCache:
     def __init__(
         self,
         geometry: ModelGeometry,
-        formats: Sequence[FormatSpec],
+        formats: Sequence[LayerFormat],
         num_blocks: int,
         block_size: int,
         device: torch.device | str = "cpu",
@@ -141,24 +181,35 @@ class PagedKVCache:
 
 
 def _allocate_layer(
-    spec: FormatSpec,
+    layer: LayerFormat,
     shape: tuple[int, int, int, int],
     device: torch.device,
     given: Mapping[str, Tensor],
 ) -> LayerCache:
     """``shape`` is [K, N, S, D]; ``given`` are the static scales and zero points, if any."""
-    storage = getattr(torch, spec.name)
-    key, value = (torch.empty(shape, dtype=storage, device=device) for _ in range(2))
-    if not spec.quantized:
-        return LayerCache(key, value)
-    static = StaticScales(spec, given, device) if spec.static else None
-    names = ["key_scale", "value_scale"]
-    names += [] if spec.symmetric else ["key_zero_point", "value_zero_point"]
-    if static is not None and not static.by_position:
-        return LayerCache(key, value, **static.tensors, static=static)
+    static = StaticScales(layer, given, device) if layer.static else None
+    tensors: dict[str, Tensor] = {}
+    for side, spec in (("key", layer.key), ("value", layer.value)):
+        tensors |= _allocate_side(side, spec, shape, device)
+    if static is not None:
+        tensors = static.tensors | tensors
+    return LayerCache(**tensors, static=static, rotated=layer.key.hadamard)
+
+
+def _allocate_side(
+    side: str, spec: FormatSpec, shape: tuple[int, int, int, int], device: torch.device
+) -> dict[str, Tensor]:
+    """Keys or values, with the scales and zero points that lie beside them."""
+    kind = format_named(spec.name)
     blocks, heads, size, dim = shape
-    scale_shape = [blocks, 1 if spec.granularity == "token" else heads, size]
+    stored = (blocks, heads, size, dim // kind.codes_per_element)
+    tensors = {side: torch.empty(stored, dtype=kind.dtype, device=device)}
+    if not spec.quantized or not spec.scales_by_token:
+        return tensors
+    scales = [blocks, 1 if spec.granularity == "token" else heads, size]
     if spec.group_size is not None:
-        scale_shape.append(dim // spec.group_size)
-    scales = {name: torch.empty(scale_shape, dtype=torch.float32, device=device) for name in names}
-    return LayerCache(key, value, **scales, static=static)
+        scales.append(dim // spec.group_size)
+    for name in ("scale",) if spec.symmetric else ("scale", "zero_point"):
+        empty = torch.empty(scales, dtype=kind.scale_dtype, device=device)
+        tensors[f"{side}_{name}"] = empty
+    return tensors

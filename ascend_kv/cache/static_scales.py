@@ -3,7 +3,7 @@
 They come from a safetensors file of float32 tensors, for layer i = 0, 1, ...::
 
     layers.{i}.key_scale          layers.{i}.value_scale
-    layers.{i}.key_zero_point     layers.{i}.value_zero_point     asymmetric INT8 only
+    layers.{i}.key_zero_point     layers.{i}.value_zero_point     asymmetric only
 
 in the shapes of ``KVCacheQuantize``, with 1 for what shares a scale::
 
@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from ascend_kv.cache.checkpoint_scales import read_checkpoint_scales
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 
 Tensor = torch.Tensor
 
@@ -48,7 +48,7 @@ _ENTRY = re.compile(r"layers\.(\d+)\.((?:key|value)_(?:scale|zero_point))")
 def load_static_scales(
     source: str | Path | Mapping[str, Any] | None,
     geometry: ModelGeometry,
-    formats: Sequence[FormatSpec],
+    formats: Sequence[LayerFormat],
     max_model_len: int,
     key_conditioning: str,
 ) -> list[dict[str, Tensor]]:
@@ -74,7 +74,7 @@ def load_static_scales(
     if source is None:
         legal = "a file, a checkpoint or a mapping, with scale_type static"
         raise UsageError(FIELD, None, legal)
-    entries, metadata = _read(source)
+    entries, metadata = _read(source, formats)
     _check_names(entries, geometry.num_layers)
     _check_conditioning(metadata.get("key_conditioning", ""), key_conditioning)
     return [
@@ -83,7 +83,9 @@ def load_static_scales(
     ]
 
 
-def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def _read(
+    source: str | Path | Mapping[str, Any], formats: Sequence[LayerFormat]
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Entries and metadata."""
     if isinstance(source, Mapping):
         entries = {name: value for name, value in source.items() if name != METADATA}
@@ -93,7 +95,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Ma
         return entries, metadata
     path = Path(source)
     if path.is_dir():
-        return read_checkpoint_scales(path), {}
+        return read_checkpoint_scales(path, formats), {}
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()
@@ -132,19 +134,25 @@ def _describe(identity: str) -> str:
 def _read_layer(
     entries: Mapping[str, Any],
     layer: int,
-    spec: FormatSpec,
+    formats: LayerFormat,
     geometry: ModelGeometry,
     max_model_len: int,
 ) -> dict[str, Tensor]:
-    names = ["key_scale", "value_scale"]
-    for name in ("key_zero_point", "value_zero_point"):
+    tensors = {}
+    for side, spec in (("key", formats.key), ("value", formats.value)):
+        if not spec.static:
+            continue
+        shape = spec.scale_shape(geometry.num_kv_heads, geometry.head_dim, max_model_len)
+        names = [f"{side}_scale"]
+        zero_point = f"{side}_zero_point"
         if not spec.symmetric:
-            names.append(name)
-        elif f"layers.{layer}.{name}" in entries:
-            hint = "These scales were made for asymmetric INT8."
-            raise UsageError(FIELD, f"layers.{layer}.{name}", "none with symmetric true", hint)
-    shape = spec.scale_shape(geometry.num_kv_heads, geometry.head_dim, max_model_len)
-    return {name: _entry(entries, f"layers.{layer}.{name}", shape, spec) for name in names}
+            names.append(zero_point)
+        elif f"layers.{layer}.{zero_point}" in entries:
+            hint = "These scales were made for an asymmetric format."
+            raise UsageError(FIELD, f"layers.{layer}.{zero_point}", "none with symmetric true", hint)
+        for name in names:
+            tensors[name] = _entry(entries, f"layers.{layer}.{name}", shape, spec)
+    return tensors
 
 
 def _entry(

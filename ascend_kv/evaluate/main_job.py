@@ -162,7 +162,8 @@ class _MainJob:
                 for spec in layer_formats(
                     self.recipe, kv_cache_dtype, self.loaded.geometry, self.loaded.dtype
                 ):
-                    kind.check_block_size(block_size, spec.name)
+                    for side in (spec.key, spec.value):
+                        kind.check_block_size(block_size, side.name)
         return block_size
 
     def _plan(self) -> list[Predicted]:

@@ -15,7 +15,7 @@ from ascend_kv.errors import RunError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.results import Budget, Measured, Predicted, Timeline
 from ascend_kv.evaluate.workload import Request
-from ascend_kv.geometry import FormatSpec, ModelGeometry, format_spec
+from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.plan.capacity import capacity
@@ -56,7 +56,7 @@ def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
 
 def layer_formats(
     recipe: BenchRecipe, kv_cache_dtype: str, geometry: ModelGeometry, model_dtype: str
-) -> tuple[FormatSpec, ...]:
+) -> tuple[LayerFormat, ...]:
     """The format of every layer, as ``LLM`` will resolve it."""
     return resolve_formats(
         geometry, CacheConfig(**cache_options(recipe, kv_cache_dtype)), model_dtype

@@ -51,8 +51,14 @@ from __future__ import annotations
 
 import torch
 
-from ascend_kv.errors import UsageError
-from ascend_kv.formats.base import Encoded, VectorFormat
+from ascend_kv.formats.base import (
+    Encoded,
+    VectorFormat,
+    kept_shape,
+    nan_unless_finite,
+    scaled_values,
+    steps_of,
+)
 
 SYMMETRIC_LIMIT = 127
 ASYMMETRIC_STEPS = 255
@@ -61,24 +67,25 @@ ASYMMETRIC_STEPS = 255
 class Int8Format(VectorFormat):
     """Symmetric or asymmetric INT8; see the module for bytes and edge cases."""
 
-    quantized = True
+    name = "int8"
+    dtype = torch.int8
 
     def encode(self, x: torch.Tensor, dims: tuple[int, ...], symmetric: bool = True) -> Encoded:
         """Encode ``x`` with one scale for each group over ``dims`` (kept as size 1)."""
         x = x.to(torch.float32)
         if x.numel() == 0:  # an empty group has no largest value: its scale is 0
-            kept = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+            kept = kept_shape(x, dims)
             nothing = None if symmetric else x.new_zeros(kept)
             return Encoded(x.to(torch.int8), x.new_zeros(kept), nothing)
         if symmetric:
             absmax = x.abs().amax(dims, keepdim=True)
             scale = absmax / SYMMETRIC_LIMIT
-            scale += _nan_unless_finite(absmax)
+            scale += nan_unless_finite(absmax)
             return Encoded(_codes(x, scale, -SYMMETRIC_LIMIT), scale)
         low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
         scale = high / ASYMMETRIC_STEPS - low / ASYMMETRIC_STEPS
         zero_point = low + 128 * scale
-        poison = _nan_unless_finite(zero_point)
+        poison = nan_unless_finite(zero_point)
         scale += poison
         zero_point += poison
         return Encoded(_codes(x - zero_point, scale, -128), scale, zero_point)
@@ -94,33 +101,19 @@ class Int8Format(VectorFormat):
 
     def decode(self, encoded: Encoded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Codes times scale, plus the zero point, in float32, then converted to ``dtype``."""
-        if encoded.scale is None:
-            raise UsageError("scale", None, "the scales the codes were written with")
-        values = encoded.codes.to(torch.float32) * encoded.scale
-        if encoded.zero_point is not None:
-            values = values + encoded.zero_point
-        return values.to(dtype)
+        return scaled_values(encoded, self.codes_as_floats(encoded.codes), dtype)
 
-
-def require_finite(name: str, x: torch.Tensor) -> None:
-    """Refuse NaN and infinity where a given (static) scale leaves no way to mark them.
-
-    Looks at the values on a CPU only: elsewhere it would synchronise the device.
-
-    Raises:
-        UsageError: ``x`` holds a NaN or an infinity.
-    """
-    if x.device.type == "cpu" and not torch.isfinite(x).all():
-        raise UsageError(name, "NaN or infinity", "finite values, where scales are static")
-
-
-def _nan_unless_finite(x: torch.Tensor) -> torch.Tensor:
-    """0 for a number, NaN for NaN and infinity; cheaper than ``torch.isfinite``."""
-    return x - x
+    def clips(
+        self, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Which values have a code beyond -127 (asymmetric: -128) to 127; NaN counts as one."""
+        lowest = -SYMMETRIC_LIMIT
+        x = x.to(torch.float32)
+        if zero_point is not None:
+            x, lowest = x - zero_point, lowest - 1
+        steps = (x / scale).round_()
+        return ~((steps >= lowest) & (steps <= SYMMETRIC_LIMIT))
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, low: int) -> torch.Tensor:
-    steps = x / scale
-    # 0 / 0 and whatever a NaN scale gives: code 0, never the undefined int8 of a NaN
-    steps.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return steps.round_().clamp_(low, SYMMETRIC_LIMIT).to(torch.int8)
+    return steps_of(x, scale).round_().clamp_(low, SYMMETRIC_LIMIT).to(torch.int8)

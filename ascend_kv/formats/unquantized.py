@@ -25,6 +25,7 @@ class UnquantizedFormat(VectorFormat):
         if dtype not in FLOAT_DTYPES:
             raise UsageError("dtype", dtype, FLOAT_DTYPES)
         self.dtype = dtype
+        self.name = str(dtype).removeprefix("torch.")
 
     def encode(self, x: torch.Tensor, dims: tuple[int, ...], symmetric: bool = True) -> Encoded:
         """``x`` converted; there is no scale, so ``dims`` and ``symmetric`` do not matter."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.errors import RunError, UnsupportedModelError
@@ -83,18 +82,8 @@ class CacheStep:
                 scaling,
                 window,
             )
-        output, _ = ops.paged_attention(
-            query,
-            cache.key,
-            cache.value,
-            self._block_tables,
-            self._query_lengths,
-            self._kv_lengths,
-            scaling,
-            window=window,
-            **cache.scales,
-        )
-        return output
+        lengths = self._query_lengths, self._kv_lengths
+        return cache.attend(query, self._block_tables, *lengths, scaling, window=window)
 
 
 def attention_forward(

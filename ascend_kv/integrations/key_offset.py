@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.ops.kv_cache_load import rotated_offset
 
@@ -83,7 +82,7 @@ class KeyOffset:
         softmax_scale: float,
         window: int,
     ) -> Tensor:
-        """``paged_attention`` with the score bias, in as many calls as keep that bias small."""
+        """``LayerCache.attend`` with the score bias, in as many calls as keep that bias small."""
         outputs = []
         start = 0
         for pieces in cut_calls(query_lengths, kv_lengths, query.shape[1]):
@@ -92,17 +91,14 @@ class KeyOffset:
             lengths = [piece.kv_length for piece in pieces]
             stop = start + sum(queries)
             part = query[start:stop]
-            output, _ = ops.paged_attention(
+            output = cache.attend(
                 part,
-                cache.key,
-                cache.value,
                 block_tables[rows[0] : rows[-1] + 1],
                 queries,
                 lengths,
                 softmax_scale,
                 window=window,
                 score_bias=self.score_bias(layer, part, softmax_scale, max(lengths)),
-                **cache.scales,
             )
             outputs.append(output)
             start = stop

@@ -16,7 +16,7 @@ import torch
 
 from ascend_kv.config import KeyOffsetLayers, PairScaling
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 from ascend_kv.integrations.key_conditioning import (
     ConditionedKeys,
     KeyConditioning,
@@ -41,7 +41,7 @@ SCALED_INT8_SHARE = 64.0
 
 def condition_keys(
     loaded: LoadedModel,
-    formats: Sequence[FormatSpec],
+    formats: Sequence[LayerFormat],
     pair_scaling: PairScaling = "auto",
     key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
 ) -> ConditionedKeys:
@@ -99,11 +99,12 @@ class _Planner:
     def __init__(
         self,
         loaded: LoadedModel,
-        formats: Sequence[FormatSpec],
+        formats: Sequence[LayerFormat],
         pair_scaling: PairScaling,
         offsets: str | tuple[int, ...],
     ) -> None:
-        self._loaded, self._formats = loaded, formats
+        self._loaded = loaded
+        self._formats = [spec.key for spec in formats]  # values are not conditioned
         self._pair_scaling, self._offsets = pair_scaling, offsets
         loaded.folding.use(None)
         self._before = try_keys(loaded.hf_model, loaded.geometry)

@@ -44,7 +44,8 @@ def attend_entries(
     tokens, columns = entries.shape
     if tokens * columns == 0:
         return output, log_sum_exp
-    _, kv_heads, block_size, head_dim = o.key_cache.shape
+    _, kv_heads, block_size, _ = o.key_cache.shape
+    head_dim = o.query.shape[2]
     asking = _asking(o, query_lengths, kv_lengths)
     _check_entries(entries, asking.kv_lengths)
     if not any(kv_lengths):
@@ -113,7 +114,7 @@ def _attend_tile(
     weighing = weigh(o.query[tile][:, None], key, hidden, bias, o.sinks, False)
     value = read_side(o.value_cache, o.value_scale, o.value_zero_point, read)
     # what stands in for an absent entry may be NaN, and its weight of 0 would not help
-    if value.scale is None:
+    if value.scale is None or o.codes_may_be_nan:
         value.values.masked_fill_(absent[:, None, :, None], 0.0)
     for scale in (value.scale, value.zero_point):
         if scale is not None and scale.dim() == 3:

@@ -62,7 +62,8 @@ def read_side(
 
     Scales of groups of channels are applied here: they cannot be taken out of q . k.
     """
-    values, dim = read(cache), cache.shape[3]
+    values = read(cache)
+    dim = values.shape[3]
     scale, zero_point = (
         read(x) if x is not None and is_paged(x, dim) else x for x in (scale, zero_point)
     )

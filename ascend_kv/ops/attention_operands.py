@@ -44,6 +44,11 @@ class Operands(NamedTuple):
         """Whether every query is known to see one, at least itself."""
         return self.ordered and self.score_bias is None
 
+    @property
+    def codes_may_be_nan(self) -> bool:
+        """Whether what no token has written may be NaN whatever its scale: FP8 and floats."""
+        return self.value_cache.dtype.is_floating_point
+
     def first_seen(self, query_position: int) -> int:
         """The first key that a query at this position may see, where ``ordered``."""
         if self.window == 0 or not self.ordered:

@@ -56,7 +56,7 @@ def attention_scores(
     Args:
         query: ``[T, H, D]``, the queries to be counted, usually the last of each sequence, as
             they go into ``paged_attention``.
-        key_cache: ``[K, N, S, D]``, int8 or a float type.
+        key_cache: as in ``paged_attention``.
         block_tables: ``[B, M]`` int32 or int64.
         query_lengths: B host ints, queries of each sequence in ``query``; may be 0.
         kv_lengths: B host ints, tokens cached for each sequence.
@@ -141,7 +141,7 @@ def _reference(
         causal=causal,
         window=window,
     )
-    _, kv_heads, _, head_dim = key_cache.shape
+    kv_heads, head_dim = key_cache.shape[1], query.shape[2]
     scores = query.new_zeros(
         (len(kv_lengths), kv_heads, max(kv_lengths, default=0)), dtype=torch.float32
     )

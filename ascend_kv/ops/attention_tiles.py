@@ -56,7 +56,8 @@ def attend_all(
     o: Operands, block_tables: Tensor, query_lengths: Sequence[int], kv_lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Output ``[T, H, D]`` and log-sum-exp ``[T, H]`` of the whole batch, both float32."""
-    _, kv_heads, block_size, head_dim = o.key_cache.shape
+    _, kv_heads, block_size, _ = o.key_cache.shape
+    head_dim = o.query.shape[2]
     longest = max(kv_lengths, default=0)
     if kv_heads > 1 and kv_heads * longest * head_dim > SEQUENCE_ELEMENTS:
         step = max(1, SEQUENCE_ELEMENTS // (longest * head_dim))
@@ -121,7 +122,7 @@ def _decode(
     del key
     value = gather_side(o.value_cache, o.value_scale, o.value_zero_point, blocks)
     if outside is not None:
-        _clear(value, outside, group, o.key_cache.shape[2])
+        _clear(value, outside, group, o)
     output.index_copy_(0, starts, combine(weighing, value, 1)[:, 0])
     log_sum_exp.index_copy_(0, starts, weighing.log_sum_exp.view(len(group), -1))
 
@@ -220,11 +221,12 @@ def _prefill(
         log_sum_exp[tile] = weighing.log_sum_exp.view(-1, queries).transpose(0, 1)
 
 
-def _clear(value: Side, outside: Tensor, group: list[Decode], block_size: int) -> None:
+def _clear(value: Side, outside: Tensor, group: list[Decode], o: Operands) -> None:
     """Zero what belongs to no token of its sequence: a weight of 0 times NaN would be NaN."""
     for scale in (value.scale, value.zero_point):
         if scale is not None and scale.dim() == 3:
             scale.masked_fill_(outside[:, None], 0.0)
-    if value.scale is None:  # a call for each sequence: masking all values costs far more
+    if value.scale is None or o.codes_may_be_nan:
+        # a call for each sequence: masking all values costs far more
         for values, decode in zip(value.values, group, strict=True):
-            values[:, decode.kv_length - decode.first_block * block_size :] = 0.0
+            values[:, decode.kv_length - decode.first_block * o.value_cache.shape[2] :] = 0.0

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from ascend_kv.formats import format_of
 from ascend_kv.ops.paged import is_grouped
 
 Tensor = torch.Tensor
@@ -44,6 +45,7 @@ class Request:
             (modes 4 and 5); else gather those in use (modes 1 and 3). Both are legal; which is
             faster is for a measurement on the device to say.
         log_sum_exp: the caller wants it; ``paged_attention`` always does.
+        value_dtype: of the values' cache where it is another than the keys', ``cache_dtype``.
     """
 
     query_dtype: torch.dtype
@@ -69,6 +71,7 @@ class Request:
     cache_layout: Layout = "BNSD"
     paged_scales: bool = True
     log_sum_exp: bool = True
+    value_dtype: torch.dtype | None = None
 
     @property
     def quantized(self) -> bool:
@@ -185,15 +188,16 @@ def request_of(
     log_sum_exp: bool = True,
 ) -> Request:
     """The request that these arguments of ``paged_attention`` make; tensors by its names."""
-    query, cache = tensors["query"], tensors["key_cache"]
-    assert query is not None and cache is not None
+    query, cache, values = tensors["query"], tensors["key_cache"], tensors["value_cache"]
+    assert query is not None and cache is not None and values is not None
     if cache_layout == "NZ":
         blocks, kv_heads, slices, size, lane = cache.shape
         dim = slices * lane
     elif cache_layout == "BSND":
         blocks, size, kv_heads, dim = cache.shape
     else:
-        blocks, kv_heads, size, dim = cache.shape
+        blocks, kv_heads, size, _ = cache.shape
+        dim = format_of(cache.dtype).head_dim(cache)
 
     def given(name: str) -> bool:
         return tensors.get(name) is not None
@@ -222,4 +226,5 @@ def request_of(
         cache_layout=cache_layout,
         paged_scales=paged_scales,
         log_sum_exp=log_sum_exp,
+        value_dtype=None if values.dtype is cache.dtype else values.dtype,
     )

@@ -16,7 +16,7 @@ and values, which ``kv_cache_load`` gathers and dequantizes; where that does not
 | decode length | every decode | at most 262144 tokens | reference | V4 |
 | prefill length | every prefill | at most 20971520 tokens | reference | V4 |
 | loaded elements | loaded | at most 2147483647 in the loaded keys | reference | V4 |
-| cache type | paged | int8, or the query's own type | loaded | V4 |
+| cache type | paged | int8, or the query's own type, keys and values alike | loaded | V4 |
 | cache elements | paged | at most 2147483647 in a cache | loaded | op-plugin |
 | cache row | paged BSND | kv_heads * head_dim at most 65535 | loaded | V4 |
 | int8 head_dim | paged int8 | a multiple of 32 | loaded | op-plugin |
@@ -109,6 +109,10 @@ def _loaded_elements(r: Request, p: Part) -> int:
     return len(p.rows) * r.kv_heads * p.longest * r.head_dim
 
 
+def _cache_types(r: Request, p: Part) -> object:
+    return f"{r.cache_dtype}, {r.value_dtype}" if r.value_dtype else r.cache_dtype
+
+
 def _pair(r: Request, p: Part) -> str:
     return f"key {r.key}, value {r.value}"
 
@@ -174,9 +178,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "paged": (
         Rule(
-            *("cache type", "int8, or the query's own type", "V4"),
-            lambda r, p: r.cache_dtype in (torch.int8, r.query_dtype),
-            lambda r, p: r.cache_dtype,
+            *("cache type", "int8, or the query's own type, keys and values alike", "V4"),
+            lambda r, p: r.cache_dtype in (torch.int8, r.query_dtype) and not r.value_dtype,
+            _cache_types,
         ),
         Rule(
             *("cache elements", f"at most {INT32_MAX} in a cache", "op-plugin"),

@@ -55,13 +55,14 @@ def kv_cache_load(
     """Read the cached tokens of B sequences as dense tensors.
 
     Args:
-        key_cache: ``[K, N, S, D]``, int8 or a float type.
-        value_cache: as ``key_cache``.
+        key_cache: ``[K, N, S, D]``, int8, float8_e4m3fn, float8_e5m2 or a float type, or uint8
+            ``[K, N, S, D / 2]`` for INT4.
+        value_cache: as ``key_cache``; it may be of another type.
         block_tables: ``[B, M]`` int32 or int64. Entries past a sequence's tokens may be
             anything.
         kv_lengths: B host ints, tokens cached for each sequence.
-        key_scale: for an int8 cache, float32: ``[K, N, S]`` (token_head), ``[K, 1, S]``
-            (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
+        key_scale: for a quantized cache, float32 (INT4: float16): ``[K, N, S]`` (token_head),
+            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
             ``[1, N, 1, D]`` with any of N and D as 1.
         value_scale: as ``key_scale``.
         key_zero_point: as ``key_scale``; given means asymmetric.
@@ -70,7 +71,7 @@ def kv_cache_load(
         rotary_table: ``[P, D / 2, 2]``, cosine and sine for each position and channel pair
             (c, c + D / 2); P exceeds every key position. Given with ``key_offset`` only.
         key_positions: ``[K, N, S]`` int32, where slot and position differ.
-        dtype: of the result; None means the cache's own type, float32 for an int8 cache.
+        dtype: of the result; None means the cache's own type, float32 for a quantized one.
 
     Returns:
         key and value, ``[B, N, max(kv_lengths), D]``; zeros past a sequence's length.
@@ -141,7 +142,8 @@ def _reference(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     key_dtype, value_dtype = (_result_dtype(cache, dtype) for cache in (key_cache, value_cache))
-    _, kv_heads, block_size, head_dim = key_cache.shape
+    _, kv_heads, block_size, _ = key_cache.shape
+    head_dim = format_of(key_cache.dtype).head_dim(key_cache)
     longest = max(kv_lengths, default=0)
     if longest == 0:
         shape = (len(kv_lengths), kv_heads, 0, head_dim)
@@ -172,7 +174,7 @@ def _reference(
 def _result_dtype(cache: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is not None:
         return dtype
-    return torch.float32 if cache.dtype is torch.int8 else cache.dtype
+    return torch.float32 if format_of(cache.dtype).quantized else cache.dtype
 
 
 def _decode(
@@ -180,7 +182,8 @@ def _decode(
 ) -> Tensor:
     """``[B, N, tokens, D]`` in float32, whatever lies past a sequence's length."""
 
-    dim = cache.shape[3]
+    kind = format_of(cache.dtype)
+    dim = kind.head_dim(cache)
 
     def side(x: Tensor | None) -> Tensor | None:
         if x is None or not is_paged(x, dim):
@@ -189,7 +192,7 @@ def _decode(
         return spread(taken, dim) if is_grouped(x, dim) else taken[..., None]
 
     codes = gather(cache, blocks, cache.dtype)[:, :, :tokens]
-    return format_of(cache.dtype).decode(Encoded(codes, side(scale), side(zero_point)))
+    return kind.decode(Encoded(codes, side(scale), side(zero_point)))
 
 
 def rotated_offset(offset: Tensor, table: Tensor, positions: Tensor) -> Tensor:
@@ -214,7 +217,8 @@ def _fake(
     dtype: torch.dtype | None = None,
     **others: object,
 ) -> tuple[Tensor, Tensor]:
-    shape = (len(kv_lengths), key_cache.shape[1], max(kv_lengths, default=0), key_cache.shape[3])
+    dim = format_of(key_cache.dtype).head_dim(key_cache)
+    shape = (len(kv_lengths), key_cache.shape[1], max(kv_lengths, default=0), dim)
     return (
         key_cache.new_empty(shape, dtype=_result_dtype(key_cache, dtype)),
         value_cache.new_empty(shape, dtype=_result_dtype(value_cache, dtype)),

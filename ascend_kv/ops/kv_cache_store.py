@@ -2,14 +2,16 @@
 
 Layout written, for a token whose slot is ``block * S + offset`` (letters: geometry.py)::
 
-    key_cache      [K, N, S, D]   [block, n, offset, :]  the codes or values of KV head n
-    key_scale      [K, N, S]      [block, n, offset]     float32, token_head
-                   [K, 1, S]      [block, 0, offset]     float32, token (all heads together)
-                   [K, N, S, D/g] [block, n, offset, :]  float32, groups of g channels
-    key_zero_point as key_scale                          float32, asymmetric INT8
+    key_cache      [K, N, S, D]   [block, n, offset, :]  the codes or values of KV head n; INT4,
+                   [K, N, S, D/2]                        two codes a byte, as uint8
+    key_scale      [K, N, S]      [block, n, offset]     token_head: float32, of INT4 float16
+                   [K, 1, S]      [block, 0, offset]     token (all heads together), alike
+                   [K, N, S, D/g] [block, n, offset, :]  groups of g channels, alike
+    key_zero_point as key_scale                          asymmetric INT8 and INT4
     key_positions  [K, N, S]      [block, :, offset]     int32, the token's position
 
-Values alike. What one vector's bytes mean is said in ``ascend_kv.formats``.
+Values alike, in the same format or another. What one vector's bytes mean is said in
+``ascend_kv.formats``.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from __future__ import annotations
 import torch
 
 from ascend_kv.errors import UsageError
-from ascend_kv.formats import FLOAT_DTYPES, INT8, format_of
-from ascend_kv.formats.int8 import require_finite
+from ascend_kv.formats import FLOAT_DTYPES, format_of, require_finite
 from ascend_kv.ops.paged import (
     check_caches,
     check_positions,
@@ -59,17 +60,18 @@ def kv_cache_store(
     Args:
         key: ``[T, N, D]``, float32, float16 or bfloat16, contiguous or not.
         value: as ``key``.
-        key_cache: ``[K, N, S, D]``, int8 or a float type; a float cache stores the values
-            converted, and beyond half range they become infinity.
-        value_cache: as ``key_cache``.
+        key_cache: ``[K, N, S, D]``, int8, float8_e4m3fn, float8_e5m2 or a float type, or uint8
+            ``[K, N, S, D / 2]`` for INT4; a float cache stores the values converted, and beyond
+            half range they become infinity.
+        value_cache: as ``key_cache``; it may be of another type.
         slot_mapping: ``[T]`` int32 or int64, ``block * S + offset``; -1 skips the token. A slot
             named twice holds one of the two tokens, no telling which.
-        key_scale: for an int8 cache. ``[K, N, S]`` (token_head), ``[K, 1, S]`` (token) or
-            ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), float32: written when
-            ``dynamic``, else read at the slots. ``[1, N, 1, D]`` with any of N and D as 1: one
-            static scale, needs ``dynamic=False``.
+        key_scale: for a quantized cache. ``[K, N, S]`` (token_head), ``[K, 1, S]`` (token) or
+            ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), float32 (INT4: float16):
+            written when ``dynamic``, else read at the slots. ``[1, N, 1, D]`` with any of N and D
+            as 1: one static scale, needs ``dynamic=False``. INT4 is dynamic only.
         value_scale: as ``key_scale``.
-        key_zero_point: as ``key_scale``; given means asymmetric.
+        key_zero_point: as ``key_scale``; given means asymmetric, which FP8 cannot be.
         value_zero_point: as ``key_zero_point``.
         key_positions: ``[K, N, S]`` int32, receives ``positions`` for every head.
         positions: ``[T]`` int32 or int64; both or none of the two.
@@ -86,10 +88,15 @@ def kv_cache_store(
     check_scales("key", key_cache, key_scale, key_zero_point)
     check_scales("value", value_cache, value_scale, value_zero_point)
     _check_tokens(key, value, slot_mapping, cache_shape)
-    if dynamic:
-        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            if scale is not None and not is_paged(scale, cache_shape[3]):
-                raise UsageError("dynamic", True, f"False, {name} is static, no slot has its own")
+    for side, cache, scale in (
+        ("key", key_cache, key_scale),
+        ("value", value_cache, value_scale),
+    ):
+        if dynamic and scale is not None and not is_paged(scale, cache_shape[3]):
+            legal = f"False, {side}_scale is static, no slot has its own"
+            raise UsageError("dynamic", True, legal)
+        if not dynamic and not format_of(cache.dtype).static:
+            raise UsageError("dynamic", False, f"True, {side}_cache is int4")
     if (key_positions is None) != (positions is None):
         name = "key_positions" if key_positions is None else "positions"
         raise UsageError(name, None, "a tensor: positions and key_positions come together")
@@ -183,28 +190,29 @@ def _store(
     dynamic: bool,
 ) -> None:
     """Write ``x`` [T, N, D] at ``[block, :, offset]`` of one cache, with its scales."""
+    kind = format_of(cache.dtype)
     if scale is None:
-        cache[block, :, offset] = format_of(cache.dtype).encode(x, ()).codes
+        cache[block, :, offset] = kind.encode(x, ()).codes
     elif dynamic:
-        if is_grouped(scale, cache.shape[3]):
+        if is_grouped(scale, x.shape[2]):
             groups = x.unflatten(2, (scale.shape[3], -1))
-            encoded = INT8.encode(groups, (3,), symmetric=zero_point is None)
+            encoded = kind.encode(groups, (3,), symmetric=zero_point is None)
         else:
             dims = (2,) if scale.shape[1] == cache.shape[1] else (1, 2)
-            encoded = INT8.encode(x, dims, symmetric=zero_point is None)
-        cache[block, :, offset] = encoded.codes.view(x.shape)
+            encoded = kind.encode(x, dims, symmetric=zero_point is None)
+        cache[block, :, offset] = encoded.codes.reshape(*x.shape[:2], cache.shape[3])
         for target, source in ((scale, encoded.scale), (zero_point, encoded.zero_point)):
             if target is not None and source is not None:
                 target[block, :, offset] = source.squeeze(-1)
     else:
         at_slots = _static(scale, cache, block, offset)
         zeros = None if zero_point is None else _static(zero_point, cache, block, offset)
-        cache[block, :, offset] = INT8.encode_static(x, at_slots, zeros).codes
+        cache[block, :, offset] = kind.encode_static(x, at_slots, zeros).codes
 
 
 def _static(scale: Tensor, cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:
     """A given scale as it broadcasts to [T, N, D]."""
-    dim = cache.shape[3]
+    dim = format_of(cache.dtype).head_dim(cache)
     if not is_paged(scale, dim):
         return scale.squeeze(2)
     at_slots = scale[block, :, offset]

@@ -11,43 +11,52 @@ from collections.abc import Sequence
 import torch
 
 from ascend_kv.errors import UsageError
-from ascend_kv.formats import FLOAT_DTYPES
+from ascend_kv.formats import format_of
 
 Tensor = torch.Tensor
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
-    """The shape ``[K, N, S, D]`` that both caches must have."""
-    shape = key_cache.shape
-    if len(shape) != 4:
-        legal = "[blocks, kv_heads, block_size, head_dim]"
-        raise UsageError("key_cache", tuple(shape), legal)
-    if value_cache.shape != shape:
-        raise UsageError("value_cache", tuple(value_cache.shape), f"{tuple(shape)}, as key_cache")
+    """The shape ``[K, N, S, D]`` that both caches must have, D counted in channels."""
+    shape = vectors_shape("key_cache", key_cache)
+    if vectors_shape("value_cache", value_cache) != shape:
+        legal = f"{tuple(shape)}, as key_cache"
+        raise UsageError("value_cache", tuple(value_cache.shape), legal)
     return shape
+
+
+def vectors_shape(name: str, cache: Tensor) -> torch.Size:
+    """``[K, N, S, D]`` of a cache, whose last dimension is D / 2 where two codes share a byte."""
+    if cache.dim() != 4:
+        raise UsageError(name, tuple(cache.shape), "[blocks, kv_heads, block_size, head_dim]")
+    return torch.Size((*cache.shape[:3], format_of(cache.dtype, name).head_dim(cache)))
 
 
 def check_scales(side: str, cache: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> None:
     """Refuse scales that do not belong to ``cache``; ``side`` is ``key`` or ``value``."""
-    if cache.dtype is not torch.int8:
-        if cache.dtype not in FLOAT_DTYPES:
-            raise UsageError(f"{side}_cache", cache.dtype, (torch.int8, *FLOAT_DTYPES))
+    kind = format_of(cache.dtype, f"{side}_cache")
+    if not kind.quantized:
         for name, given in (("scale", scale), ("zero_point", zero_point)):
             if given is not None:
                 legal = f"None, {side}_cache is {cache.dtype}"
                 raise UsageError(f"{side}_{name}", tuple(given.shape), legal)
         return
     if scale is None:
-        raise UsageError(f"{side}_scale", None, f"a float32 tensor, {side}_cache is torch.int8")
-    _check_scale(f"{side}_scale", scale, cache.shape)
+        legal = f"a tensor of {kind.scale_dtype}, {side}_cache is {cache.dtype}"
+        raise UsageError(f"{side}_scale", None, legal)
+    shape = vectors_shape(f"{side}_cache", cache)
+    _check_scale(f"{side}_scale", scale, shape, kind.scale_dtype)
     if zero_point is not None:
-        _check_scale(f"{side}_zero_point", zero_point, cache.shape)
+        if not kind.zero_points:
+            legal = f"None, {kind.name} has no zero points"
+            raise UsageError(f"{side}_zero_point", tuple(zero_point.shape), legal)
+        _check_scale(f"{side}_zero_point", zero_point, shape, kind.scale_dtype)
         if zero_point.shape != scale.shape:
             legal = f"{tuple(scale.shape)}, as {side}_scale"
             raise UsageError(f"{side}_zero_point", tuple(zero_point.shape), legal)
 
 
-def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size) -> None:
+def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch.dtype) -> None:
     blocks, kv_heads, block_size, head_dim = cache_shape
     shape = scale.shape
     if is_grouped(scale, head_dim):
@@ -62,8 +71,8 @@ def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size) -> None:
             f"{block_size}, {head_dim} / group] or static [1, {kv_heads} or 1, 1, {head_dim} or 1]"
         )
         raise UsageError(name, tuple(shape), legal)
-    if scale.dtype is not torch.float32:
-        raise UsageError(name, scale.dtype, "torch.float32")
+    if scale.dtype is not dtype:
+        raise UsageError(name, scale.dtype, str(dtype))
 
 
 def is_grouped(scale: Tensor, head_dim: int) -> bool:
@@ -109,6 +118,8 @@ def check_tables(block_tables: Tensor, kv_lengths: Sequence[int], block_size: in
 def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Blocks ``[b, n]`` of a cache ``[K, N, S, ...]``, converted: ``[b, N, n*S, ...]``.
 
+    Codes that share a byte come one a channel where floats are asked for.
+
     Raises:
         UsageError: a table entry names no block (seen on a CPU).
     """
@@ -120,16 +131,21 @@ def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype = torch.float32) ->
         check_blocks(blocks, num_blocks)
         raise
     taken = taken.view(b, n, heads, block_size, *rest).transpose(1, 2)
-    taken = taken.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    return taken.view(b, heads, n * block_size, *rest)
+    taken = _converted(taken, dtype)
+    return taken.view(b, heads, n * block_size, *taken.shape[4:])
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype is torch.uint8 and dtype is torch.float32:
+        return format_of(x.dtype).codes_as_floats(x)
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def gather_tokens(
     cache: Tensor, block: Tensor, offset: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Tokens ``[b, P]`` of a cache ``[K, N, S, ...]``, converted: ``[b, N, P, ...]``."""
-    taken = cache[block, :, offset].transpose(1, 2)
-    return taken.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return _converted(cache[block, :, offset].transpose(1, 2), dtype)
 
 
 def check_blocks(blocks: Tensor, num_blocks: int) -> None:

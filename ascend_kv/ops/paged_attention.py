@@ -64,16 +64,18 @@ def paged_attention(
 
     Args:
         query: ``[T, H, D]``, float32, float16 or bfloat16, the sequences one after another.
-        key_cache: ``[K, N, S, D]``, int8 or a float type; H is a multiple of N, and query head
-            h reads KV head h // (H / N).
-        value_cache: as ``key_cache``; the same tensor where keys are the values.
+        key_cache: ``[K, N, S, D]``, int8, float8_e4m3fn, float8_e5m2 or a float type, or uint8
+            ``[K, N, S, D / 2]`` for INT4; H is a multiple of N, and query head h reads KV head
+            h // (H / N).
+        value_cache: as ``key_cache``, perhaps of another type; the same tensor where keys are the
+            values.
         block_tables: ``[B, M]`` int32 or int64. Entries past a sequence's tokens may be
             anything.
         query_lengths: B host ints, queries of each sequence in this step; their sum is T.
         kv_lengths: B host ints, tokens cached for each sequence, this step's included.
         softmax_scale: what q . k is multiplied by, usually D ** -0.5.
-        key_scale: for an int8 cache, float32: ``[K, N, S]`` (token_head), ``[K, 1, S]``
-            (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
+        key_scale: for a quantized cache, float32 (INT4: float16): ``[K, N, S]`` (token_head),
+            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
             ``[1, N, 1, D]`` with any of N and D as 1.
         value_scale: as ``key_scale``.
         key_zero_point: as ``key_scale``; given means asymmetric.

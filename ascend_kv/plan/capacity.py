@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ascend_kv.config import ALLOCATORS, plan_blocks
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import LayerFormat, ModelGeometry
 from ascend_kv.user_values import format_bytes
 
 
@@ -42,7 +42,7 @@ class Capacity(NamedTuple):
 
 def capacity(
     geometry: ModelGeometry,
-    formats: Sequence[FormatSpec],
+    formats: Sequence[LayerFormat],
     budget_bytes: int,
     block_size: int,
     allocator: str,
@@ -121,7 +121,7 @@ def _block_steps(prompt: int, output: int, block_size: int) -> int:
     return up_to(prompt + output - 1) - up_to(prompt - 1)
 
 
-def describe_formats(formats: Sequence[FormatSpec]) -> str:
+def describe_formats(formats: Sequence[LayerFormat]) -> str:
     """The layers' formats in few words: "int8/token_head", or "2 x float16, 28 x int8/token"."""
     names = [str(spec) for spec in formats]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
@@ -132,7 +132,7 @@ def describe_formats(formats: Sequence[FormatSpec]) -> str:
 
 def explain_memory(
     geometry: ModelGeometry,
-    formats: Sequence[FormatSpec],
+    formats: Sequence[LayerFormat],
     tokens: int = 8192,
     sequences: int = 1,
 ) -> str:

@@ -30,7 +30,7 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> kv_cache_load(
 
 std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
     const at::Tensor& x, c10::string_view granularity, bool symmetric, const MaybeTensor& scale,
-    const MaybeTensor& zero_point, int64_t group_size);
+    const MaybeTensor& zero_point, int64_t group_size, c10::string_view storage);
 
 std::optional<at::Tensor> kv_cache_dequantize(
     const at::Tensor& codes, const at::Tensor& scale, const MaybeTensor& zero_point,

@@ -8,13 +8,16 @@
 
 namespace ascend_kv::cpu {
 
-enum class Type : int { FLOAT, HALF, BFLOAT, INT8 };
+enum class Type : int { FLOAT, HALF, BFLOAT, INT8, E4M3, E5M2, INT4 };
 
+constexpr bool is_quantized(Type type) { return type >= Type::INT8; }
+
+// Of an element, which holds two channels of INT4.
 constexpr int64_t bytes_of_type(Type type) {
-  return type == Type::FLOAT ? 4 : type == Type::INT8 ? 1 : 2;
+  return type == Type::FLOAT ? 4 : is_quantized(type) ? 1 : 2;
 }
 
-// f with a value of the float type that is stored; or of any, INT8 too.
+// f with a value of the float type that is stored; or of any, quantized ones too.
 template <class F>
 inline void with_float_type(Type type, F&& f) {
   switch (type) {
@@ -25,28 +28,54 @@ inline void with_float_type(Type type, F&& f) {
 }
 template <class F>
 inline void with_type(Type type, F&& f) {
-  if (type == Type::INT8) f(int8_t{});
-  else with_float_type(type, f);
+  switch (type) {
+    case Type::INT8: return f(int8_t{});
+    case Type::E4M3: return f(E4M3{});
+    case Type::E5M2: return f(E5M2{});
+    case Type::INT4: return f(Nibbles{});
+    default: return with_float_type(type, f);
+  }
 }
 
-// Scales or zero points; null data: there are none.
+// Scales or zero points, float32 or half; null data: there are none.
 struct Parameter {
   enum Kind { NONE, TOKEN, GROUP, STATIC };
 
-  float* data = nullptr;
+  void* data = nullptr;
+  bool half = false;
   Kind kind = NONE;
   // in elements; 0 where a size of 1 stands for all. STATIC: head and channel only
   int64_t block = 0, head = 0, token = 0, channel = 0;
   int64_t group_size = 0;  // GROUP: channels of a group
 
-  float* at(int64_t b, int64_t n, int64_t s) const {
-    return data + b * block + n * head + s * token;
+  // Of a token, or of its first group.
+  int64_t place(int64_t b, int64_t n, int64_t s) const { return b * block + n * head + s * token; }
+  float get(int64_t place) const {
+    return half ? to_float(static_cast<Half*>(data)[place]) : static_cast<float*>(data)[place];
+  }
+  void set(int64_t place, float value) const {
+    if (half) store_some(static_cast<Half*>(data) + place, broadcast(value), 1);
+    else static_cast<float*>(data)[place] = value;
+  }
+  const void* address(int64_t place) const {
+    return static_cast<char*>(data) + place * (half ? sizeof(Half) : sizeof(float));
   }
   // STATIC
-  float fixed(int64_t n, int64_t c) const { return data[n * head + c * channel]; }
+  float fixed(int64_t n, int64_t c) const { return get(n * head + c * channel); }
   float of_channel(int64_t b, int64_t n, int64_t s, int64_t c) const {
     if (kind == STATIC) return fixed(n, c);
-    return at(b, n, s)[kind == GROUP ? c / group_size * channel : 0];
+    return get(place(b, n, s) + (kind == GROUP ? c / group_size * channel : 0));
+  }
+  // The tokens s to s + count of one block, each with one.
+  void get_tokens(int64_t b, int64_t n, int64_t s, int count, float* out) const {
+    const int64_t first = place(b, n, s);
+    if (half && token == 1) {
+      const Half* from = static_cast<Half*>(data) + first;
+      for_vectors(count, [&](int64_t c, int some) { store_at(out, c, some, load_at(from, c, some)); });
+      return;
+    }
+    if (!half && token == 1) std::memcpy(out, static_cast<float*>(data) + first, count * sizeof *out);
+    else for (int i = 0; i < count; ++i) out[i] = get(first + i * token);
   }
 };
 

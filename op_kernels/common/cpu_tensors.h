@@ -21,12 +21,16 @@ inline std::optional<Type> type_of(const at::Tensor& x) {
     case at::kHalf: return Type::HALF;
     case at::kBFloat16: return Type::BFLOAT;
     case at::kChar: return Type::INT8;
+    case at::kFloat8_e4m3fn: return Type::E4M3;
+    case at::kFloat8_e5m2: return Type::E5M2;
+    case at::kByte: return Type::INT4;
     default: return std::nullopt;
   }
 }
 
 inline at::ScalarType scalar_type_of(Type type) {
-  constexpr at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16, at::kChar};
+  constexpr at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16, at::kChar,
+                                      at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kByte};
   return types[static_cast<int>(type)];
 }
 
@@ -62,16 +66,30 @@ class IntReader {
   int64_t row_, column_;
 };
 
-// False where the tensor does not lie beside `cache` [K, N, S, D].
-inline bool read_parameter(const MaybeTensor& given, const at::Tensor& cache, Parameter& out) {
+// The channels of a vector in a cache [K, N, S, D], or D / 2 where two share a byte.
+inline int64_t channels_of(const at::Tensor& cache) {
+  return cache.size(3) * (cache.scalar_type() == at::kByte ? 2 : 1);
+}
+
+// Whether the caches hold keys and values of one shape, whatever their types.
+inline bool caches_agree(const at::Tensor& key_cache, const at::Tensor& value_cache) {
+  return key_cache.dim() == 4 && value_cache.dim() == 4 &&
+         key_cache.sizes().slice(0, 3) == value_cache.sizes().slice(0, 3) &&
+         channels_of(key_cache) == channels_of(value_cache);
+}
+
+// False where the tensor does not lie beside `cache` [K, N, S, D], or is not of `type`.
+inline bool read_parameter(
+    const MaybeTensor& given, const at::Tensor& cache, at::ScalarType type, Parameter& out) {
   if (!given) return true;
   const at::Tensor& x = *given;
-  if (x.scalar_type() != at::kFloat) return false;
+  if (x.scalar_type() != type) return false;
   const auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
-  const int64_t dim = cache.size(3);
+  const int64_t dim = channels_of(cache);
   // a tensor without elements still stands for a parameter
   static float none[1];
-  out.data = x.numel() ? const_cast<float*>(x.const_data_ptr<float>()) : none;
+  out.data = x.numel() ? const_cast<void*>(x.const_data_ptr()) : none;
+  out.half = type == at::kHalf;
   if (x.dim() == 3) {
     out.kind = Parameter::TOKEN;
     if (x.size(0) != cache.size(0) || x.size(2) != cache.size(2)) return false;
@@ -96,15 +114,17 @@ inline bool read_side(
     const at::Tensor& cache, const MaybeTensor& scale, const MaybeTensor& zero_point, Side& out) {
   const auto type = type_of(cache);
   if (!type || cache.dim() != 4 || (cache.stride(3) != 1 && cache.size(3) > 1)) return false;
-  if ((*type == Type::INT8) != scale.has_value() || (zero_point && !scale)) return false;
+  if (is_quantized(*type) != scale.has_value() || (zero_point && !scale)) return false;
+  if (zero_point && (*type == Type::E4M3 || *type == Type::E5M2)) return false;
   out.data = static_cast<char*>(const_cast<void*>(cache.const_data_ptr()));
   out.type = *type;
   const int64_t bytes = bytes_of_type(*type);
   out.block = cache.stride(0) * bytes;
   out.head = cache.stride(1) * bytes;
   out.token = cache.stride(2) * bytes;
-  if (!read_parameter(scale, cache, out.scale)) return false;
-  if (!read_parameter(zero_point, cache, out.zero_point)) return false;
+  const at::ScalarType parameters = *type == Type::INT4 ? at::kHalf : at::kFloat;
+  if (!read_parameter(scale, cache, parameters, out.scale)) return false;
+  if (!read_parameter(zero_point, cache, parameters, out.zero_point)) return false;
   return !zero_point || zero_point->sizes() == scale->sizes();
 }
 

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -33,11 +34,27 @@ using Vec = float __attribute__((vector_size(LANES * 4)));
 using Ints = int32_t __attribute__((vector_size(LANES * 4)));
 using Words = uint32_t __attribute__((vector_size(LANES * 4)));
 using Halves = uint16_t __attribute__((vector_size(LANES * 2)));
+using Bytes = uint8_t __attribute__((vector_size(LANES)));
 using Codes = int8_t __attribute__((vector_size(LANES)));
 
 // Storage types as the kernels see them: only bytes.
 struct Half { uint16_t bits; };
 struct BFloat { uint16_t bits; };
+struct E4M3 { uint8_t bits; };
+struct E5M2 { uint8_t bits; };
+struct Nibbles { uint8_t bits; };  // two codes of four bits, the first one low
+
+// Channels in an element of a storage type.
+template <class T>
+constexpr int CHANNELS = 1;
+template <>
+inline constexpr int CHANNELS<Nibbles> = 2;
+
+// Where channel `at` lies, even where two share an element.
+template <class T>
+inline T* past(T* from, int64_t at) { return from + at / CHANNELS<std::remove_const_t<T>>; }
+template <class T>
+constexpr int64_t bytes_of_channels(int64_t count) { return count * sizeof(T) / CHANNELS<T>; }
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -139,11 +156,34 @@ inline Vec load(const Half* from) {
 #endif
 }
 
+// An FP8 number is the upper byte of a half (E5M2), or nearly (E4M3).
+inline Vec load(const E5M2* from) {
+  const Halves half = __builtin_convertvector(read<Bytes>(from), Halves) << 8;
+  return load(reinterpret_cast<const Half*>(&half));
+}
+inline Vec load(const E4M3* from) {
+  const Halves bits = __builtin_convertvector(read<Bytes>(from), Halves);
+  const Halves size = bits & 0x7f;
+  // the exponent's bias is 8 less than a half's; all bits set is NaN, as a half's exponent is then
+  Halves half = ((bits & 0x80) << 8) | (size << 7);
+  half |= size == 0x7f ? Halves{} + 0x7c00 : Halves{};
+  return load(reinterpret_cast<const Half*>(&half)) * 256.0f;
+}
+
+inline Vec load(const Nibbles* from) {
+  using Pairs = uint16_t __attribute__((vector_size(LANES)));
+  using Packed = uint8_t __attribute__((vector_size(LANES / 2)));
+  const Pairs both = __builtin_convertvector(read<Packed>(from), Pairs);
+  const Codes codes = bits_of<Codes>((both & 0x0f) | ((both & 0xf0) << 4));
+  const Codes extended = (codes ^ 8) - 8;
+  return load(reinterpret_cast<const int8_t*>(&extended));
+}
+
 // Fewer than LANES of them; the other lanes are 0.
 template <class T>
 inline Vec load_some(const T* from, int count) {
   T held[LANES] = {};
-  std::memcpy(held, from, count * sizeof(T));
+  std::memcpy(held, from, bytes_of_channels<T>(count));
   return load(held);
 }
 
@@ -198,11 +238,45 @@ inline void store(int8_t* to, Vec v) {
 #endif
 }
 
+// Numbers up to the largest of the type.
+template <int MANTISSA, int BIAS, class T>
+inline void store_fp8(T* to, Vec v) {
+  constexpr int SHIFT = 23 - MANTISSA;
+  const Words bits = bits_of<Words>(magnitude(v));
+  const Words even = bits + ((1u << (SHIFT - 1)) - 1u) + ((bits >> SHIFT) & 1u);
+  const Words normal = (even >> SHIFT) - (static_cast<uint32_t>(127 - BIAS) << MANTISSA);
+  // below the smallest normal: whole units, the largest of which is the smallest normal
+  const Vec magic = broadcast(0x1.8p23f);
+  const Vec units = (magnitude(v) * static_cast<float>(1 << (BIAS + MANTISSA - 1)) + magic) - magic;
+  const Words small = bits_of<Words>(__builtin_convertvector(units, Ints));
+  const Words code = bits < (static_cast<uint32_t>(128 - BIAS) << 23) ? small : normal;
+  const Words sign = (bits_of<Words>(v) >> 24) & 0x80u;
+  write(to, __builtin_convertvector(code | sign, Bytes));
+}
+inline void store(E4M3* to, Vec v) { store_fp8<3, 7>(to, v); }
+inline void store(E5M2* to, Vec v) { store_fp8<2, 15>(to, v); }
+
+// Whole numbers of -8 to 7.
+inline void store(Nibbles* to, Vec v) {
+  using Pairs = uint16_t __attribute__((vector_size(LANES)));
+  using Packed = uint8_t __attribute__((vector_size(LANES / 2)));
+  Pairs both;
+  store(reinterpret_cast<int8_t*>(&both), v);
+  write(to, __builtin_convertvector((both & 0x0f) | ((both >> 4) & 0xf0), Packed));
+}
+
 template <class T>
 inline void store_some(T* to, Vec v, int count) {
   T held[LANES];
   store(held, v);
-  std::memcpy(to, held, count * sizeof(T));
+  std::memcpy(to, held, bytes_of_channels<T>(count));
+}
+
+inline float to_float(Half x) { return load_some(&x, 1)[0]; }
+inline float round_to_half(float x) {
+  Half half[LANES];
+  store(half, broadcast(x));
+  return load(half)[0];
 }
 
 // ---- over rows of any length -----------------------------------------------------------------
@@ -217,12 +291,14 @@ inline void for_vectors(int64_t n, F&& f) {
 
 template <class T>
 inline Vec load_at(const T* from, int64_t at, int count) {
-  return count == LANES ? load(from + at) : load_some(from + at, count);
+  from = past(from, at);
+  return count == LANES ? load(from) : load_some(from, count);
 }
 template <class T>
 inline void store_at(T* to, int64_t at, int count, Vec v) {
-  if (count == LANES) store(to + at, v);
-  else store_some(to + at, v, count);
+  to = past(to, at);
+  if (count == LANES) store(to, v);
+  else store_some(to, v, count);
 }
 
 // ---- across lanes ----------------------------------------------------------------------------

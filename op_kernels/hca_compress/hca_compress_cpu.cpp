@@ -169,7 +169,7 @@ std::optional<at::Tensor> hca_compress(
     const MaybeTensor& norm_weight, double norm_eps, const MaybeTensor& rotary_table,
     int64_t rotary_dim, std::optional<at::ScalarType> dtype) {
   const auto type = type_of(kv);
-  if (!type || *type == Type::INT8 || kv.dim() != 2 || gate.sizes() != kv.sizes() ||
+  if (!type || is_quantized(*type) || kv.dim() != 2 || gate.sizes() != kv.sizes() ||
       gate.scalar_type() != kv.scalar_type() || ratio < 1 || kv.size(1) == 0 ||
       (overlap && kv.size(1) % 2))
     return {};

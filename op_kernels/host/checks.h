@@ -21,6 +21,13 @@ inline bool IsFloatType(at::ScalarType type)
     return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat;
 }
 
+// Whether kernels read and write what is stored so: not FP8, nor INT4, whose bytes are Byte.
+inline bool HasKernels(at::ScalarType type)
+{
+    return type != at::kByte && type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2;
+}
+constexpr const char *NO_KERNEL = "FP8 and INT4";
+
 inline bool IsIndexType(at::ScalarType type)
 {
     return type == at::kInt || type == at::kLong;

@@ -15,7 +15,7 @@ at::Tensor ToDevice(at::IntArrayRef numbers, const at::Tensor &as);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> KvCacheQuantizeHost(
     const at::Tensor &x, c10::string_view granularity, bool symmetric,
     const std::optional<at::Tensor> &scale, const std::optional<at::Tensor> &zero_point,
-    int64_t group_size);
+    int64_t group_size, c10::string_view storage);
 
 at::Tensor KvCacheDequantizeHost(const at::Tensor &codes, const at::Tensor &scale,
                                  const std::optional<at::Tensor> &zero_point, int64_t group_size,

@@ -34,6 +34,10 @@ at::Tensor KvCacheDequantizeHost(const at::Tensor &codes, const at::Tensor &scal
                                  const OptionalTensor &zero_point, int64_t group_size,
                                  std::optional<at::ScalarType> dtype)
 {
+    if (!HasKernels(codes.scalar_type())) {
+        return CallReference("kv_cache_dequantize", NO_KERNEL, codes, scale, zero_point, group_size,
+                             dtype)[0].toTensor();
+    }
     CheckDim("codes", codes, 4, "[batch, kv_heads, tokens, head_dim]");
     CheckType("codes", codes, at::kChar);
     at::ScalarType type = dtype.value_or(at::kFloat);

@@ -54,8 +54,8 @@ void decode(const Side& side, int64_t block, int64_t head, int64_t token, int64_
   const Parameter &scale = side.scale, &zero = side.zero_point;
   if (scale.kind == Parameter::NONE || scale.kind == Parameter::TOKEN) {
     const bool scaled = scale.data, shifted = zero.data;
-    const Vec factor = broadcast(scaled ? *scale.at(block, head, token) : 1.0f);
-    const Vec shift = broadcast(shifted ? *zero.at(block, head, token) : 0.0f);
+    const Vec factor = broadcast(scaled ? scale.get(scale.place(block, head, token)) : 1.0f);
+    const Vec shift = broadcast(shifted ? zero.get(zero.place(block, head, token)) : 0.0f);
     for_vectors(dim, [&](int64_t c, int count) {
       Vec x = load_at(from, c, count);
       if (scaled) x = x * factor;
@@ -137,7 +137,7 @@ bool positions_fit(const LoadCall& call, const Offset& offset, int64_t width) {
 
 at::ScalarType result_type(const Side& side, std::optional<at::ScalarType> asked) {
   if (asked) return *asked;
-  return side.type == Type::INT8 ? at::kFloat : scalar_type_of(side.type);
+  return is_quantized(side.type) ? at::kFloat : scalar_type_of(side.type);
 }
 
 }  // namespace
@@ -149,13 +149,13 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> kv_cache_load(
     const MaybeTensor& key_offset, const MaybeTensor& rotary_table,
     const MaybeTensor& key_positions, std::optional<at::ScalarType> dtype) {
   Side key, value;
-  if (key_cache.dim() != 4 || value_cache.sizes() != key_cache.sizes()) return {};
+  if (!caches_agree(key_cache, value_cache)) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, key)) return {};
   if (!read_side(value_cache, value_scale, value_zero_point, value)) return {};
   if (block_tables.dim() != 2 || !is_int(block_tables) || (dtype && !is_float(*dtype)) ||
       block_tables.size(0) != static_cast<int64_t>(kv_lengths.size()))
     return {};
-  LoadCall call{key_cache.size(1), key_cache.size(2), key_cache.size(3), 0, kv_lengths.vec(), {}, {}};
+  LoadCall call{key_cache.size(1), key_cache.size(2), channels_of(key_cache), 0, kv_lengths.vec(), {}, {}};
   if (call.block_size == 0 || call.dim == 0) return {};
   for (const int64_t length : call.lengths) call.longest = std::max(call.longest, length);
   if (!read_blocks_of_all(block_tables, key_cache.size(0), call)) return {};

@@ -153,6 +153,16 @@ std::tuple<at::Tensor, at::Tensor> KvCacheLoadHost(
     const OptionalTensor &key_offset, const OptionalTensor &rotary_table,
     const OptionalTensor &key_positions, std::optional<at::ScalarType> dtype)
 {
+    auto reference = [&](const char *reason) -> std::tuple<at::Tensor, at::Tensor> {
+        auto results = CallReference("kv_cache_load", reason, key_cache, value_cache, block_tables,
+                                     kv_lengths, key_scale, value_scale, key_zero_point,
+                                     value_zero_point, key_offset, rotary_table, key_positions,
+                                     dtype);
+        return {results[0].toTensor(), results[1].toTensor()};
+    };
+    if (!HasKernels(key_cache.scalar_type()) || !HasKernels(value_cache.scalar_type())) {
+        return reference(NO_KERNEL);
+    }
     CheckCaches(key_cache, value_cache);
     PagedSide key_side = CheckSide("key", key_cache, key_scale, key_zero_point);
     PagedSide value_side = CheckSide("value", value_cache, value_scale, value_zero_point);
@@ -183,11 +193,7 @@ std::tuple<at::Tensor, at::Tensor> KvCacheLoadHost(
         reason = WhyNoLoadKernel(value_side, value, plan, OFFSET_NONE);
     }
     if (reason != nullptr) {
-        auto results = CallReference("kv_cache_load", reason, key_cache, value_cache, block_tables,
-                                     kv_lengths, key_scale, value_scale, key_zero_point,
-                                     value_zero_point, key_offset, rotary_table, key_positions,
-                                     dtype);
-        return {results[0].toTensor(), results[1].toTensor()};
+        return reference(reason);
     }
     plan.lengths = ToDevice(kv_lengths, key_cache);
     if (Alike(key_side, key, value_side, value)) {

@@ -11,8 +11,8 @@
 #include <string_view>
 
 #include "../common/cpu_dense.h"
-#include "../common/cpu_int8.h"
 #include "../common/cpu_operators.h"
+#include "../common/cpu_quantized.h"
 
 namespace ascend_kv::cpu {
 namespace {
@@ -21,31 +21,33 @@ constexpr int64_t RUN_TOKENS = 256;
 
 struct QuantizeCall {
   DenseRows x;
-  int8_t* codes;
-  float *scale, *zero_point;  // zero_point: null where symmetric
+  char* codes;
+  float *scale, *zero_point;  // as they are stored, but float32; zero_point: null where symmetric
 
-  int8_t* codes_at(int64_t b, int64_t n, int64_t t) const {
-    return codes + ((b * x.heads + n) * x.tokens + t) * x.dim;
+  template <class Kind>
+  typename Kind::Code* codes_at(int64_t b, int64_t n, int64_t t) const {
+    const int64_t row = (b * x.heads + n) * x.tokens + t;
+    return past(reinterpret_cast<typename Kind::Code*>(codes), row * x.dim);
   }
 };
 
 // One scale for some vectors of one length: the row itself, or the same token of all heads.
-template <class T, bool SYMMETRIC>
+template <class Kind, class T, bool SYMMETRIC>
 void quantize_together(
     const QuantizeCall& call, int64_t b, int64_t n, int64_t heads, int64_t t, int64_t c,
     int64_t size, int64_t group) {
   GroupRange<SYMMETRIC> range;
   for (int64_t h = n; h < n + heads; ++h) range.add(call.x.row<T>(b, h, t) + c, size);
-  const auto [scale, zero_point] = range.scale();
+  const auto [scale, zero_point] = range.template scale<Kind>();
   for (int64_t h = n; h < n + heads; ++h)
-    encode_row(
+    encode_row<Kind>(
         call.x.row<T>(b, h, t) + c, size, scale, SYMMETRIC ? nullptr : &zero_point,
-        call.codes_at(b, h, t) + c);
+        past(call.codes_at<Kind>(b, h, t), c));
   call.scale[group] = scale;
   if (!SYMMETRIC) call.zero_point[group] = zero_point;
 }
 
-template <class T, bool SYMMETRIC>
+template <class Kind, class T, bool SYMMETRIC>
 void quantize_tokens(const QuantizeCall& call, bool heads_together, int64_t group_size) {
   const DenseRows& x = call.x;
   const int64_t together = heads_together ? x.heads : 1, parts = x.dim / group_size;
@@ -57,7 +59,7 @@ void quantize_tokens(const QuantizeCall& call, bool heads_together, int64_t grou
       const int64_t n = heads_together ? 0 : above % x.heads;
       const int64_t b = heads_together ? above : above / x.heads;
       for (int64_t p = 0; p < parts; ++p)
-        quantize_together<T, SYMMETRIC>(
+        quantize_together<Kind, T, SYMMETRIC>(
             call, b, n, together, t, p * group_size, group_size, i * parts + p);
     }
   });
@@ -114,7 +116,7 @@ struct Extremes {
 enum class Over { LAYER, HEAD, CHANNEL };
 
 // The scales of one group, or of a head's channels, from the extremes of its runs.
-template <bool SYMMETRIC>
+template <class Kind, bool SYMMETRIC>
 void scale_group(
     const QuantizeCall& call, Over over, int64_t group, int64_t runs, float* extremes,
     int64_t padded) {
@@ -124,13 +126,13 @@ void scale_group(
   const int64_t count = over == Over::CHANNEL ? call.x.dim : 1;
   for (int64_t c = 0; c < count; ++c) {
     const auto range = over == Over::CHANNEL ? all.of_channel(c) : all.of_all(call.x.dim);
-    const auto [scale, zero_point] = range.scale();
+    const auto [scale, zero_point] = range.template scale<Kind>();
     call.scale[group * count + c] = scale;
     if (!SYMMETRIC) call.zero_point[group * count + c] = zero_point;
   }
 }
 
-template <class T, bool SYMMETRIC>
+template <class Kind, class T, bool SYMMETRIC>
 void quantize_over_tokens(const QuantizeCall& call, Over over) {
   const DenseRows& x = call.x;
   const int64_t padded = round_up(x.dim, LANES);
@@ -152,18 +154,18 @@ void quantize_over_tokens(const QuantizeCall& call, Over over) {
   });
   const int64_t groups = over == Over::LAYER ? x.batch : heads;
   for (int64_t group = 0; group < groups; ++group)
-    scale_group<SYMMETRIC>(call, over, group, runs * heads / groups, extremes.data(), padded);
+    scale_group<Kind, SYMMETRIC>(call, over, group, runs * heads / groups, extremes.data(), padded);
   for_runs([&](int64_t, int64_t head, int64_t low, int64_t high) {
     const int64_t b = head / x.heads, n = head % x.heads;
     const int64_t group = over == Over::LAYER ? b : head;
     for (int64_t t = low; t < high; ++t) {
-      int8_t* to = call.codes_at(b, n, t);
+      auto* to = call.codes_at<Kind>(b, n, t);
       if (over == Over::CHANNEL) {
-        encode_row(
+        encode_row<Kind>(
             x.row<T>(b, n, t), x.dim, call.scale + group * x.dim,
             SYMMETRIC ? nullptr : call.zero_point + group * x.dim, to);
       } else {
-        encode_row(
+        encode_row<Kind>(
             x.row<T>(b, n, t), x.dim, call.scale[group],
             SYMMETRIC ? nullptr : call.zero_point + group, to);
       }
@@ -172,7 +174,7 @@ void quantize_over_tokens(const QuantizeCall& call, Over over) {
 }
 
 // With scales that are given.
-template <class T>
+template <class Kind, class T>
 void quantize_given(const QuantizeCall& call, const Broadcast& scale, const Broadcast& zero) {
   const DenseRows& x = call.x;
   const int64_t grain = std::max<int64_t>(1, GRAIN_VALUES / x.dim);
@@ -183,7 +185,7 @@ void quantize_given(const QuantizeCall& call, const Broadcast& scale, const Broa
       const float* scales = scale.spread(b, n, t, x.dim, spread.data());
       const float* zeros =
           zero.data ? zero.spread(b, n, t, x.dim, spread.data() + x.dim) : nullptr;
-      encode_row(x.row<T>(b, n, t), x.dim, scales, zeros, call.codes_at(b, n, t));
+      encode_row<Kind>(x.row<T>(b, n, t), x.dim, scales, zeros, call.codes_at<Kind>(b, n, t));
     }
   });
 }
@@ -202,13 +204,22 @@ bool is_finite(const DenseRows& x) {
   return true;
 }
 
-template <class T, bool SYMMETRIC>
+template <class Kind, class T, bool SYMMETRIC>
 void quantize(const QuantizeCall& call, std::string_view granularity, int64_t group_size) {
-  if (granularity == "layer") return quantize_over_tokens<T, SYMMETRIC>(call, Over::LAYER);
-  if (granularity == "head") return quantize_over_tokens<T, SYMMETRIC>(call, Over::HEAD);
-  if (granularity == "channel") return quantize_over_tokens<T, SYMMETRIC>(call, Over::CHANNEL);
+  if (granularity == "layer") return quantize_over_tokens<Kind, T, SYMMETRIC>(call, Over::LAYER);
+  if (granularity == "head") return quantize_over_tokens<Kind, T, SYMMETRIC>(call, Over::HEAD);
+  if (granularity == "channel")
+    return quantize_over_tokens<Kind, T, SYMMETRIC>(call, Over::CHANNEL);
   const int64_t size = granularity == "group" ? group_size : call.x.dim;
-  quantize_tokens<T, SYMMETRIC>(call, granularity == "token", size);
+  quantize_tokens<Kind, T, SYMMETRIC>(call, granularity == "token", size);
+}
+
+std::optional<Type> type_named(std::string_view storage) {
+  if (storage == "int8") return Type::INT8;
+  if (storage == "int4") return Type::INT4;
+  if (storage == "fp8_e4m3") return Type::E4M3;
+  if (storage == "fp8_e5m2") return Type::E5M2;
+  return std::nullopt;
 }
 
 // The shape of the scales; empty where there is no such granularity.
@@ -228,19 +239,28 @@ std::vector<int64_t> scale_sizes(
 
 std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
     const at::Tensor& given, c10::string_view named, bool symmetric, const MaybeTensor& scale,
-    const MaybeTensor& zero_point, int64_t group_size) {
+    const MaybeTensor& zero_point, int64_t group_size, c10::string_view storage) {
   const std::string_view granularity(named.data(), named.size());
-  const auto type = type_of(given);
-  if (!type || *type == Type::INT8 || given.dim() != 4 || given.numel() == 0) return {};
+  const auto type = type_of(given), stored = type_named({storage.data(), storage.size()});
+  if (!type || is_quantized(*type) || given.dim() != 4 || given.numel() == 0 || !stored) return {};
   const at::Tensor x = channels_together(given);
   const DenseRows rows = dense_rows(x, *type);
   const std::vector<int64_t> sizes = scale_sizes(rows, granularity, group_size);
   if (sizes.empty() || (scale && symmetric == zero_point.has_value()) || (zero_point && !scale))
     return {};
+  const bool int4 = *stored == Type::INT4, fp8 = !int4 && *stored != Type::INT8;
+  if ((int4 && (scale || rows.dim % 2 || group_size % 2)) || (fp8 && !symmetric)) return {};
 
-  at::Tensor codes = at::empty(x.sizes(), x.options().dtype(at::kChar));
+  std::vector<int64_t> code_sizes = x.sizes().vec();
+  if (int4) code_sizes[3] /= 2;
+  at::Tensor codes = at::empty(code_sizes, x.options().dtype(scalar_type_of(*stored)));
   const auto floats = x.options().dtype(at::kFloat);
-  QuantizeCall call{rows, codes.mutable_data_ptr<int8_t>(), nullptr, nullptr};
+  QuantizeCall call{rows, static_cast<char*>(codes.mutable_data_ptr()), nullptr, nullptr};
+  const auto with_types = [&](auto&& f) {
+    with_kind(*stored, [&](auto kind) {
+      with_float_type(*type, [&](auto value) { f(kind, value); });
+    });
+  };
   if (scale) {
     const int64_t group = granularity == "group" ? group_size : 1;
     const auto scales = read_broadcast(*scale, rows, group);
@@ -249,7 +269,9 @@ std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
     bool finite = true;
     with_float_type(*type, [&](auto t) { finite = is_finite<decltype(t)>(rows); });
     if (!scales || !zeros || !finite) return {};
-    with_float_type(*type, [&](auto t) { quantize_given<decltype(t)>(call, *scales, *zeros); });
+    with_types([&](auto kind, auto value) {
+      quantize_given<decltype(kind), decltype(value)>(call, *scales, *zeros);
+    });
     const auto copy = [](const at::Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); };
     return std::make_tuple(
         codes, copy(*scale), zero_point ? copy(*zero_point) : at::empty({0}, floats));
@@ -258,10 +280,14 @@ std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
   at::Tensor zeros = symmetric ? at::empty({0}, floats) : at::empty(sizes, floats);
   call.scale = scales.mutable_data_ptr<float>();
   call.zero_point = symmetric ? nullptr : zeros.mutable_data_ptr<float>();
-  with_float_type(*type, [&](auto t) {
-    if (symmetric) quantize<decltype(t), true>(call, granularity, group_size);
-    else quantize<decltype(t), false>(call, granularity, group_size);
+  with_types([&](auto kind, auto value) {
+    using Kind = decltype(kind);
+    using T = decltype(value);
+    if constexpr (Kind::WHOLE)
+      if (!symmetric) return quantize<Kind, T, false>(call, granularity, group_size);
+    quantize<Kind, T, true>(call, granularity, group_size);
   });
+  if (int4) scales = scales.to(at::kHalf), zeros = zeros.to(at::kHalf);
   return std::make_tuple(codes, scales, zeros);
 }
 

@@ -61,8 +61,13 @@ void LaunchQuantize(const at::Tensor &x, const at::Tensor &codes, const at::Tens
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> KvCacheQuantizeHost(
     const at::Tensor &x, c10::string_view granularity, bool symmetric, const OptionalTensor &scale,
-    const OptionalTensor &zero_point, int64_t group_size)
+    const OptionalTensor &zero_point, int64_t group_size, c10::string_view storage)
 {
+    if (storage != "int8") {
+        auto results = CallReference("kv_cache_quantize", NO_KERNEL, x, granularity, symmetric,
+                                     scale, zero_point, group_size, storage);
+        return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
+    }
     CheckDim("x", x, 4, "[batch, kv_heads, tokens, head_dim]");
     CheckFloatType("x", x.scalar_type());
     const GranularityShape &shape = FindGranularity(granularity);
@@ -83,7 +88,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> KvCacheQuantizeHost(
     if (x.numel() != 0) {
         if (const char *reason = WhyNoQuantizeKernel(tiling)) {
             auto results = CallReference("kv_cache_quantize", reason, x, granularity, symmetric,
-                                         scale, zero_point, group_size);
+                                         scale, zero_point, group_size, storage);
             return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
         }
     }

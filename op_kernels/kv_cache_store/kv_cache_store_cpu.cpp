@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "../common/cpu_int8.h"
 #include "../common/cpu_operators.h"
+#include "../common/cpu_quantized.h"
 #include "../common/cpu_tensors.h"
 
 namespace ascend_kv::cpu {
@@ -39,8 +39,9 @@ struct Writer {
   const T* row(int64_t token, int64_t head) const {
     return reinterpret_cast<const T*>(from.data + token * from.token + head * from.head);
   }
-  int8_t* codes(Slot s, int64_t head) const {
-    return reinterpret_cast<int8_t*>(cache.at(s.block, head, s.offset));
+  template <class Kind>
+  typename Kind::Code* codes(Slot s, int64_t head) const {
+    return reinterpret_cast<typename Kind::Code*>(cache.at(s.block, head, s.offset));
   }
 
   template <class To>
@@ -54,7 +55,7 @@ struct Writer {
   }
 
   // Scales of its own: one for all heads, one a head, or one for each group of channels.
-  template <bool SYMMETRIC>
+  template <class Kind, bool SYMMETRIC>
   void quantize(int64_t token, Slot s, bool heads_together) const {
     const Parameter &scale = cache.scale, &zero = cache.zero_point;
     const int64_t together = heads_together ? heads : 1;
@@ -64,18 +65,21 @@ struct Writer {
       for (int64_t c = 0; c < dim; c += size) {
         GroupRange<SYMMETRIC> range;
         for (int64_t n = first; n < first + together; ++n) range.add(row(token, n) + c, size);
-        const auto [step, zero_point] = range.scale();
+        const auto [step, zero_point] = range.template scale<Kind>();
         for (int64_t n = first; n < first + together; ++n)
-          encode_row(
-              row(token, n) + c, size, step, SYMMETRIC ? nullptr : &zero_point, codes(s, n) + c);
+          encode_row<Kind>(
+              row(token, n) + c, size, step, SYMMETRIC ? nullptr : &zero_point,
+              past(codes<Kind>(s, n), c));
         const int64_t group = c / size;
-        scale.at(s.block, first, s.offset)[group * scale.channel] = step;
-        if (!SYMMETRIC) zero.at(s.block, first, s.offset)[group * zero.channel] = zero_point;
+        scale.set(scale.place(s.block, first, s.offset) + group * scale.channel, step);
+        if (!SYMMETRIC)
+          zero.set(zero.place(s.block, first, s.offset) + group * zero.channel, zero_point);
       }
     }
   }
 
   // Scales that are given. `spread` holds 2 * dim floats.
+  template <class Kind>
   void quantize_given(int64_t token, Slot s, float* spread) const {
     const auto fill = [&](const Parameter& p, int64_t n, float* to) {
       for (int64_t c = 0; c < dim; ++c) to[c] = p.of_channel(s.block, n, s.offset, c);
@@ -84,7 +88,7 @@ struct Writer {
     for (int64_t n = 0; n < heads; ++n) {
       const float* scales = fill(cache.scale, n, spread);
       const float* zeros = cache.zero_point.data ? fill(cache.zero_point, n, spread + dim) : nullptr;
-      encode_row(row(token, n), dim, scales, zeros, codes(s, n));
+      encode_row<Kind>(row(token, n), dim, scales, zeros, codes<Kind>(s, n));
     }
   }
 
@@ -93,11 +97,15 @@ struct Writer {
       case Type::FLOAT: return convert<float>(token, s);
       case Type::HALF: return convert<Half>(token, s);
       case Type::BFLOAT: return convert<BFloat>(token, s);
-      case Type::INT8: break;
+      default: break;
     }
-    if (!dynamic) return quantize_given(token, s, spread);
-    if (cache.zero_point.data) return quantize<false>(token, s, heads_together);
-    return quantize<true>(token, s, heads_together);
+    with_kind(cache.type, [&](auto kind) {
+      using Kind = decltype(kind);
+      if (!dynamic) return quantize_given<Kind>(token, s, spread);
+      if constexpr (Kind::WHOLE)
+        if (cache.zero_point.data) return quantize<Kind, false>(token, s, heads_together);
+      quantize<Kind, true>(token, s, heads_together);
+    });
   }
 
   bool is_finite(int64_t token) const {
@@ -165,7 +173,7 @@ bool all_finite(const StoreCall& call, const NewTokens& from, const Side& cache,
 
 std::optional<NewTokens> read_tokens(const at::Tensor& x) {
   const auto type = type_of(x);
-  if (!type || *type == Type::INT8) return std::nullopt;
+  if (!type || is_quantized(*type)) return std::nullopt;
   const int64_t bytes = bytes_of_type(*type);
   return NewTokens{
       static_cast<const char*>(x.const_data_ptr()), *type, x.stride(0) * bytes,
@@ -181,7 +189,7 @@ bool kv_cache_store(
     const MaybeTensor& value_zero_point, const MaybeTensor& key_positions,
     const MaybeTensor& positions, bool dynamic) {
   StoreCall call{};
-  if (key_cache.dim() != 4 || value_cache.sizes() != key_cache.sizes()) return false;
+  if (!caches_agree(key_cache, value_cache)) return false;
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return false;
   if (!read_side(value_cache, value_scale, value_zero_point, call.value)) return false;
   const at::Tensor key = channels_together(given_key);
@@ -192,10 +200,10 @@ bool kv_cache_store(
   call.key_from = *key_from, call.value_from = *value_from;
   call.tokens = key.size(0), call.heads = key.size(1), call.dim = key.size(2);
   call.block_size = key_cache.size(2), call.dynamic = dynamic;
-  if (call.heads != key_cache.size(1) || call.dim != key_cache.size(3)) return false;
+  if (call.heads != key_cache.size(1) || call.dim != channels_of(key_cache)) return false;
   if (slot_mapping.sizes() != at::IntArrayRef{call.tokens} || !is_int(slot_mapping)) return false;
   for (const Side* side : {&call.key, &call.value})
-    if (dynamic && side->scale.kind == Parameter::STATIC) return false;
+    if (dynamic ? side->scale.kind == Parameter::STATIC : side->type == Type::INT4) return false;
   // a scale of [K, 1, S] is for all heads, with one head it is the head's
   call.key_together = key_scale && key_scale->size(1) != call.heads;
   call.value_together = value_scale && value_scale->size(1) != call.heads;

@@ -144,6 +144,12 @@ void KvCacheStoreHost(const at::Tensor &key, const at::Tensor &value, const at::
                       const OptionalTensor &key_positions, const OptionalTensor &positions,
                       bool dynamic)
 {
+    if (!HasKernels(key_cache.scalar_type()) || !HasKernels(value_cache.scalar_type())) {
+        CallReference("kv_cache_store", NO_KERNEL, key, value, key_cache, value_cache, slot_mapping,
+                      key_scale, value_scale, key_zero_point, value_zero_point, key_positions,
+                      positions, dynamic);
+        return;
+    }
     CheckCaches(key_cache, value_cache);
     PagedSide key_side = CheckSide("key", key_cache, key_scale, key_zero_point);
     PagedSide value_side = CheckSide("value", value_cache, value_scale, value_zero_point);

@@ -36,12 +36,12 @@ ASCEND_KV_INLINE void dot_keys(
   Vec sums[R][K];
   repeat<K>([&](auto k) {
     from[k] = static_cast<const T*>(keys[k]);
-    ask_for(upcoming[k], dim * sizeof(T));
+    ask_for(upcoming[k], bytes_of_channels<T>(dim));
     repeat<R>([&](auto r) { sums[r][k] = Vec{}; });
   });
   const auto add = [&](int64_t at, auto&& read_key) ASCEND_KV_INLINED {
     Vec x[K];
-    repeat<K>([&](auto k) { x[k] = read_key(from[k] + at); });
+    repeat<K>([&](auto k) { x[k] = read_key(past(from[k], at)); });
     repeat<R>([&](auto r) {
       const Vec q = load(rows + r * row_stride + at);
       repeat<K>([&](auto k) { sums[r][k] = fma(q, x[k], sums[r][k]); });
@@ -81,10 +81,10 @@ inline void weigh_columns(
     repeat<C>([&](auto c) { sums[r][c] = load(to + r * out_stride + c * LANES); });
   });
   for (int k = 0; k < count; ++k) {
-    const T* value = static_cast<const T*>(values[k]) + column;
-    ask_for(static_cast<const T*>(upcoming[k]) + column, C * LANES * sizeof(T));
+    const T* value = past(static_cast<const T*>(values[k]), column);
+    ask_for(past(static_cast<const T*>(upcoming[k]), column), bytes_of_channels<T>(C * LANES));
     Vec x[C];
-    repeat<C>([&](auto c) { x[c] = load(value + c * LANES); });
+    repeat<C>([&](auto c) { x[c] = load(past(value, c * LANES)); });
     repeat<R>([&](auto r) {
       const Vec weight = broadcast(weights[r * weight_stride + k]);
       repeat<C>([&](auto c) { sums[r][c] = fma(weight, x[c], sums[r][c]); });
@@ -110,7 +110,7 @@ inline void weigh_block(
   const int rest = static_cast<int>(dim - column);
   if (rest == 0) return;
   for (int k = 0; k < count; ++k) {
-    const Vec x = load_some(static_cast<const T*>(values[k]) + column, rest);
+    const Vec x = load_some(past(static_cast<const T*>(values[k]), column), rest);
     for (int r = 0; r < R; ++r) {
       float* to = out + r * out_stride + column;
       write(to, fma(broadcast(weights[r * weight_stride + k]), x, load(to)));

@@ -26,6 +26,9 @@ inline const TypeKernels& kernels_of(Type type) {
     case Type::HALF: return KERNELS_OF<Half>;
     case Type::BFLOAT: return KERNELS_OF<BFloat>;
     case Type::INT8: return KERNELS_OF<int8_t>;
+    case Type::E4M3: return KERNELS_OF<E4M3>;
+    case Type::E5M2: return KERNELS_OF<E5M2>;
+    case Type::INT4: return KERNELS_OF<Nibbles>;
     default: return KERNELS_OF<float>;
   }
 }
@@ -171,9 +174,7 @@ inline void ItemRun::read_parameter(
   has = p.kind == Parameter::TOKEN;
   if (!has) return;
   for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
-    const float* from = p.at(block, item_.kv_head, offset);
-    if (p.token == 1) std::copy_n(from, n, out + k);
-    else for (int i = 0; i < n; ++i) out[k + i] = from[i * p.token];
+    p.get_tokens(block, item_.kv_head, offset, n, out + k);
   });
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
@@ -201,7 +202,7 @@ inline void ItemRun::ask_for_parameters(int64_t first) const {
     for (const Side* side : {&call_.key, &call_.value})
       for (const Parameter* p : {&side->scale, &side->zero_point})
         if (p->kind == Parameter::TOKEN)
-          __builtin_prefetch(p->at(block, item_.kv_head, offset));
+          __builtin_prefetch(p->address(p->place(block, item_.kv_head, offset)));
   });
 }
 

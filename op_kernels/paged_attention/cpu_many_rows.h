@@ -17,11 +17,15 @@ void convert_row(const void* from, int64_t dim, float* to) {
 // Scales of groups of channels, and their zero points: applied to each value.
 inline void apply_groups(const Parameter& scale, const Parameter& zero_point, int64_t block,
                          int64_t head, int64_t token, int64_t dim, float* row) {
-  const float* scales = scale.at(block, head, token);
-  for (int64_t c = 0; c < dim; ++c) row[c] *= scales[c / scale.group_size * scale.channel];
-  if (!zero_point.data) return;
-  const float* zeros = zero_point.at(block, head, token);
-  for (int64_t c = 0; c < dim; ++c) row[c] += zeros[c / zero_point.group_size * zero_point.channel];
+  const auto for_groups = [&](const Parameter& p, auto&& apply) {
+    const int64_t first = p.place(block, head, token), size = p.group_size;
+    for (int64_t group = 0; group < dim / size; ++group) {
+      const float x = p.get(first + group * p.channel);
+      for (int64_t c = group * size; c < (group + 1) * size; ++c) apply(row[c], x);
+    }
+  };
+  for_groups(scale, [](float& value, float x) { value *= x; });
+  if (zero_point.data) for_groups(zero_point, [](float& value, float x) { value += x; });
 }
 
 // LANES rows [LANES, padded] become columns `column` to column + LANES of [padded, stride].

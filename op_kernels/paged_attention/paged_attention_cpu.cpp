@@ -111,16 +111,16 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const MaybeTensor& key_positions, const MaybeTensor& query_positions,
     const MaybeTensor& entries) {
   Call call{};
-  if (entries || key_cache.dim() != 4 || value_cache.sizes() != key_cache.sizes()) return {};
+  if (entries || !caches_agree(key_cache, value_cache)) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return {};
   if (!read_side(value_cache, value_scale, value_zero_point, call.value)) return {};
   const at::Tensor query = channels_together(given_query);
   const auto query_type = type_of(query);
-  if (query.dim() != 3 || !query_type || *query_type == Type::INT8) return {};
+  if (query.dim() != 3 || !query_type || is_quantized(*query_type)) return {};
   const int64_t tokens = query.size(0), num_blocks = key_cache.size(0);
   call.heads = query.size(1), call.dim = query.size(2);
   call.kv_heads = key_cache.size(1), call.block_size = key_cache.size(2);
-  if (call.dim != key_cache.size(3) || call.dim == 0 || call.kv_heads == 0 ||
+  if (call.dim != channels_of(key_cache) || call.dim == 0 || call.kv_heads == 0 ||
       call.heads % call.kv_heads || call.block_size == 0)
     return {};
   call.padded = round_up(call.dim, LANES);

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from oracle import PagedSide
+from oracle_formats import as_numbers
 
-from ascend_kv.formats import FLOAT_DTYPES
+from ascend_kv.formats import FLOAT_DTYPES, VectorFormat, format_of
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
 
 Tensor = torch.Tensor
@@ -39,7 +40,12 @@ class Cache(NamedTuple):
         for name, cache in zip(("key", "value"), self.tensors, strict=True):
             parameters = [self.scales.get(f"{name}_{x}") for x in ("scale", "zero_point")]
             arrays = (None if x is None else x.numpy() for x in parameters)
-            sides.append(PagedSide(cache.to(torch.float32).numpy(), *arrays))
+            kind = format_of(cache.dtype)
+            if kind.quantized:
+                numbers = as_numbers(cache.view(torch.uint8).numpy(), kind.name)
+            else:
+                numbers = cache.to(torch.float32).numpy()
+            sides.append(PagedSide(numbers, *arrays))
         return sides[0], sides[1]
 
 
@@ -75,30 +81,55 @@ def make_cache(
     block_size: int = 16,
     dim: int = 64,
     dtype: torch.dtype = torch.int8,
+    value_dtype: torch.dtype | None = None,
     granularity: str = "token_head",
     symmetric: bool = True,
 ) -> Cache:
     """Random tokens in a cache that is NaN (codes: garbage) everywhere else.
 
     ``granularity`` token_head, token and group (of 8 channels) keep scales for each token;
-    layer, head and channel are static.
+    layer, head and channel are static. FP8 has no zero points, symmetric or not.
     """
     tables, num_blocks = make_tables(kv_lengths, block_size)
     block, offset = used_slots(tables, kv_lengths, block_size)
     shape = (num_blocks, kv_heads, block_size, dim)
     scales: dict[str, Tensor] = {}
     caches = []
-    for side in ("key", "value"):
-        if dtype in FLOAT_DTYPES:
-            cache = torch.full(shape, torch.nan, dtype=dtype)
-            cache[block, :, offset] = torch.randn(len(block), kv_heads, dim).to(dtype)
+    for side, stored in (("key", dtype), ("value", value_dtype or dtype)):
+        if stored in FLOAT_DTYPES:
+            cache = torch.full(shape, torch.nan, dtype=stored)
+            cache[block, :, offset] = torch.randn(len(block), kv_heads, dim).to(stored)
         else:
-            cache = torch.randint(-128, 128, shape, dtype=torch.int8)
-            names = ("scale",) if symmetric else ("scale", "zero_point")
+            kind = format_of(stored)
+            cache = _codes(kind, shape, block, offset)
+            names = ("scale", "zero_point") if kind.zero_points and not symmetric else ("scale",)
             for name in names:
-                scales[f"{side}_{name}"] = _parameter(name, shape, granularity, block, offset)
+                parameter = _parameter(name, shape, granularity, block, offset)
+                scales[f"{side}_{name}"] = (parameter * _FACTORS[stored]).to(kind.scale_dtype)
         caches.append(cache)
     return Cache((caches[0], caches[1]), scales, tables, list(kv_lengths))
+
+
+# so that values are of like size, whatever their codes
+_FACTORS = {
+    torch.int8: 1.0,
+    torch.float8_e4m3fn: 0.3,
+    torch.float8_e5m2: 0.002,
+    torch.uint8: 16.0,
+}
+
+
+def _codes(kind: VectorFormat, shape: tuple[int, ...], block: Tensor, offset: Tensor) -> Tensor:
+    """Any bytes, but for FP8's NaN and infinity only where no token is."""
+    if kind.dtype is torch.int8:
+        return torch.randint(-128, 128, shape, dtype=torch.int8)
+    *places, dim = shape
+    cache = torch.randint(0, 256, (*places, dim // kind.codes_per_element), dtype=torch.uint8)
+    used = cache[block, :, offset]
+    numbers = kind.codes_as_floats(used.view(kind.dtype))
+    if kind.codes_per_element == 1:
+        cache[block, :, offset] = used.masked_fill(~numbers.isfinite(), 0x55)
+    return cache.view(kind.dtype)
 
 
 def _parameter(

@@ -90,6 +90,26 @@ def test_groups_of_channels_are_loaded(cache_with: Any, symmetric: bool, layout:
     assert run.routes == ["loaded", "loaded"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (torch.int8, torch.float16),
+        (torch.float16, torch.int8),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.uint8, torch.float8_e5m2),
+    ],
+)
+def test_other_types_and_mixtures_are_loaded(
+    cache_with: Any, key: torch.dtype, value: torch.dtype
+) -> None:
+    """The device reads int8 and its query's own type, keys and values alike."""
+    queries, lengths = MIXED
+    cache = cache_with(lengths, block_size=32, dim=64, dtype=key, value_dtype=value)
+    run = check(cache, draw(queries, 4, 64, torch.float16), queries)
+    assert run.routes == ["loaded", "loaded"]
+    assert "cache type" in names(run.plan.calls[0].fallbacks)
+
+
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("granularity", ["token", "token_head", "head", "channel"])
 def test_one_side_asymmetric(cache_with: Any, granularity: str, side: str) -> None:

@@ -75,7 +75,12 @@ CASES: dict[str, tuple[Changes, list[Changes], list[Changes]]] = {
     "cache type": (
         UNQUANTIZED,
         [{"cache_dtype": torch.float16}],
-        [{"cache_dtype": torch.bfloat16}, {"cache_dtype": torch.float32}],
+        [
+            {"cache_dtype": torch.bfloat16},
+            {"cache_dtype": torch.float32},
+            {"cache_dtype": torch.uint8},
+            {"value_dtype": torch.int8},
+        ],
     ),
     "cache elements": ({}, [{"num_blocks": 131_071}], [{"num_blocks": 131_072}]),
     "cache row": (

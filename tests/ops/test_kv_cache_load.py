@@ -74,6 +74,29 @@ def test_dtype(cache_with: Any, stored: torch.dtype, dtype: torch.dtype) -> None
         assert_rounded(given, exact, slack=np.finfo(np.float32).eps * largest(exact))
 
 
+@pytest.mark.parametrize("value", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+@pytest.mark.parametrize("key", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+@pytest.mark.parametrize("granularity", ["token", "token_head", "group"])
+def test_fp8_and_int4(
+    cache_with: Any, granularity: str, key: torch.dtype, value: torch.dtype
+) -> None:
+    cache = cache_with(
+        LENGTHS, dtype=key, value_dtype=value, granularity=granularity, symmetric=False, dim=40
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        for given, exact in zip(load(cache, dtype=dtype), truth(cache), strict=True):
+            assert given.is_contiguous()
+            assert_rounded(given, exact, slack=np.finfo(np.float32).eps * largest(exact))
+    assert load(cache)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "channel"])
+def test_static_scales_of_fp8(cache_with: Any, granularity: str) -> None:
+    cache = cache_with(LENGTHS, dtype=torch.float8_e4m3fn, granularity=granularity, dim=40)
+    for given, exact in zip(load(cache), truth(cache), strict=True):
+        assert_within(given, exact, np.finfo(np.float32).eps * largest(exact))
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float16])
 def test_nothing_cached(cache_with: Any, lengths: list[int], stored: torch.dtype) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import oracle
+import oracle_formats
 import pytest
 import torch
+from compare import assert_rounded
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
@@ -43,6 +45,63 @@ def test_types_and_head_dims(dim: int, dtype: torch.dtype) -> None:
     for granularity in ("token_head", "channel"):
         for symmetric in (True, False):
             assert_is_oracles(x, granularity, symmetric)
+
+
+@pytest.mark.parametrize("granularity", [*REDUCED_DIMS, "group"])
+@pytest.mark.parametrize("storage", ["fp8_e4m3", "fp8_e5m2", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_and_int4(storage: str, granularity: str, dtype: torch.dtype) -> None:
+    """Bytes and scales of the oracle, and back within what float32 rounds."""
+    x = (torch.randn(2, 3, 5, 24) * 5).to(dtype)
+    x[0, 0, 0] = 0.0
+    x[0, 1, 2, 7], x[1, 0, 0, 23] = math.nan, math.inf
+    grouped = granularity == "group"
+    group = 6 if grouped else 0
+    for symmetric in (True, False) if storage == "int4" else (True,):
+        codes, scale, zeros = ops.kv_cache_quantize(
+            x, granularity, symmetric, group_size=group, storage=storage
+        )
+        rows = x.float().reshape(2, 3, 20, 6) if grouped else x.float()
+        name = "token_head" if grouped else granularity
+        wanted = oracle_formats.quantize(rows.numpy(), name, storage, symmetric)
+        stored = codes.view(torch.uint8).numpy()
+        np.testing.assert_array_equal(stored, wanted[0].reshape(stored.shape))
+        for given, expected in zip((scale, zeros), wanted[1:], strict=True):
+            if given.numel():
+                np.testing.assert_array_equal(given.numpy(), expected.reshape(given.shape))
+        assert (zeros.shape == (0,)) == symmetric and zeros.dtype == scale.dtype
+        for result in (torch.float32, torch.bfloat16):
+            back = ops.kv_cache_dequantize(codes, scale, zeros, group, result)
+            numbers = oracle_formats.as_numbers(wanted[0], storage) * wanted[1].astype(float)
+            if not symmetric:
+                numbers = numbers + wanted[2].astype(float)
+            assert_rounded(back, numbers.reshape(x.shape), slack=4e-6)
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3", "fp8_e5m2"])
+def test_static_scales_of_fp8(storage: str) -> None:
+    x, scale = torch.randn(1, 2, 3, 8) * 5, torch.rand(1, 2, 1, 8) * 1e-4
+    codes, given, _ = ops.kv_cache_quantize(x, "channel", True, scale, storage=storage)
+    assert torch.equal(given, scale) and given.data_ptr() != scale.data_ptr()
+    for place in np.ndindex(1, 2, 3, 8):
+        factor = scale[0, place[1], 0, place[3]]
+        wanted = oracle_formats.fp8_static([float(x[place])], np.float32(factor), storage)
+        assert int(codes.view(torch.uint8)[place]) == wanted[0]
+
+
+def test_fp8_and_int4_mistakes() -> None:
+    x, one = torch.randn(1, 2, 3, 8), torch.ones(1, 1, 1, 1)
+    for options, message in (
+        ({"storage": "int5"}, "storage: got 'int5'"),
+        ({"storage": "fp8_e4m3", "symmetric": False}, "no zero points"),
+        ({"storage": "int4", "scale": one}, "whose scales are dynamic"),
+        ({"storage": "int4", "granularity": "group", "group_size": 1}, "an even number"),
+    ):
+        arguments: dict[str, Any] = {"granularity": "head"} | options
+        with pytest.raises(UsageError, match=message):
+            ops.kv_cache_quantize(x, **arguments)
+    with pytest.raises(UsageError, match="head_dim 7"):
+        ops.kv_cache_quantize(x[..., :7], "head", storage="int4")
 
 
 def test_strided_input() -> None:

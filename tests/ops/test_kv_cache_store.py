@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import oracle
+import oracle_formats
 import pytest
 import torch
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
+from ascend_kv.formats import format_of
 from ascend_kv.geometry import format_spec
 
 K, N, S = 7, 2, 16
@@ -101,6 +103,114 @@ def test_int8(tokens: int, granularity: str, symmetric: bool) -> None:
     target.store(*inputs, slots)
     assert_quantized(target, inputs, slots)
     target.assert_only_written(slots)
+
+
+LOW_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
+
+
+def low_bit_target(
+    sides: tuple[torch.dtype, torch.dtype], granularity: str, symmetric: bool, dim: int
+) -> Target:
+    """Keys and values in any of the quantized formats."""
+    target = Target(granularity=granularity, dim=dim)
+    target.scales = {}
+    for number, (side, dtype) in enumerate(zip(("key", "value"), sides, strict=True)):
+        kind = format_of(dtype)
+        shape = (K, N, S, dim // kind.codes_per_element)
+        cache = torch.randint(0, 256, shape, dtype=torch.uint8)
+        target.caches[number] = cache.view(dtype)
+        lies = {
+            "token_head": (K, N, S),
+            "token": (K, 1, S),
+            "group": (K, N, S, dim // 8),
+        }[granularity]
+        for name in ("scale", "zero_point") if kind.zero_points and not symmetric else ("scale",):
+            garbage = torch.full(lies, math.nan, dtype=kind.scale_dtype)
+            target.scales[f"{side}_{name}"] = garbage
+    target.before = [x.clone() for x in target]
+    return target
+
+
+@pytest.mark.parametrize("granularity", ["token", "token_head", "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", LOW_BITS)
+def test_fp8_and_int4(
+    key: torch.dtype, dtype: torch.dtype, symmetric: bool, granularity: str
+) -> None:
+    """Each beside another format for the values; bytes are the oracle's."""
+    sides = key, LOW_BITS[LOW_BITS.index(key) - 1]
+    dim = 24
+    target = low_bit_target(sides, granularity, symmetric, dim)
+    inputs, slots = draw(9, dim, dtype), slots_for(9)
+    inputs[0][4, 1, 3], inputs[1][5, 0, 7] = math.nan, math.inf
+    inputs[0][2], inputs[1][3] = 0.0, -7.5
+    slots[6] = -1
+    target.store(*inputs, slots)
+    target.assert_only_written(slots)
+    for side, x, cache in zip(("key", "value"), inputs, target.caches, strict=True):
+        kind = format_of(cache.dtype)
+        zero_point = target.scales.get(f"{side}_zero_point")
+        dense = x.float().numpy().transpose(1, 0, 2)[None]
+        if granularity == "group":
+            dense = dense.reshape(1, N, -1, 8)
+        name = "token_head" if granularity == "group" else granularity
+        codes, scales, zeros = oracle_formats.quantize(dense, name, kind.name, zero_point is None)
+        codes = codes.reshape(N, 9, -1)
+        wanted = {"scale": scales, "zero_point": zeros}
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            place = slot // S, slice(None), slot % S
+            stored = cache.view(torch.uint8)[place].numpy()
+            np.testing.assert_array_equal(stored, codes[:, token])
+            for part, values in wanted.items():
+                given = target.scales.get(f"{side}_{part}")
+                if given is not None:
+                    rows = values.reshape(values.shape[1], 9, -1)[:, token]
+                    np.testing.assert_array_equal(given[place].numpy().reshape(rows.shape), rows)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "channel"])
+@pytest.mark.parametrize("dtype", LOW_BITS[:2])
+def test_static_scales_of_fp8(granularity: str, dtype: torch.dtype) -> None:
+    spec = format_spec(format_of(dtype).name, granularity, scale_type="static")
+    scale = torch.rand(spec.scale_shape(N, 24, 1)) * 0.01 + 0.001
+    target = low_bit_target((dtype, dtype), "token_head", True, 24)
+    target.scales = {"key_scale": scale, "value_scale": scale}
+    target.before = [x.clone() for x in target]
+    inputs, slots = draw(7, 24), slots_for(7)
+    inputs[0][3, 0, 5] = 1e9  # saturates
+    target.store(*inputs, slots, dynamic=False)
+    rows = scale.expand(1, N, 1, 24)[0, :, 0].numpy()
+    name = format_of(dtype).name
+    for x, cache in zip(inputs, target.caches, strict=True):
+        for token, slot in enumerate(slots.tolist()):
+            for head in range(N):
+                stored = cache.view(torch.uint8)[slot // S, head, slot % S].tolist()
+                values = zip(x[token, head].tolist(), rows[head], strict=True)
+                assert stored == [oracle_formats.fp8_static([v], s, name)[0] for v, s in values]
+    inputs[0][0, 0, 0] = math.nan
+    with pytest.raises(UsageError, match="key: got 'NaN or infinity'"):
+        target.store(*inputs, slots, dynamic=False)
+
+
+def test_fp8_and_int4_mistakes() -> None:
+    inputs, slots = draw(3, 24), slots_for(3)
+    target = low_bit_target((torch.uint8, torch.float8_e5m2), "token_head", True, 24)
+    with pytest.raises(UsageError, match="dynamic: got False.*int4"):
+        target.store(*inputs, slots, dynamic=False)
+    with pytest.raises(UsageError, match="key: got .*24"):
+        target.store(*draw(3, 12), slots)
+    float_scales = {**target.scales, "key_scale": target.scales["key_scale"].float()}
+    with pytest.raises(UsageError, match="key_scale: got torch.float32; legal: torch.float16"):
+        ops.kv_cache_store(*inputs, *target.caches, slots, **float_scales)
+    zeros = {**target.scales, "value_zero_point": torch.zeros(K, N, S)}
+    with pytest.raises(UsageError, match="value_zero_point.*fp8_e5m2 has no zero points"):
+        ops.kv_cache_store(*inputs, *target.caches, slots, **zeros)
+    with pytest.raises(UsageError, match="value_cache"):
+        caches = target.caches[0], target.caches[1][..., :20]
+        ops.kv_cache_store(*inputs, *caches, slots, **target.scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -94,6 +94,41 @@ def test_int8_scales(cache_with: Any, granularity: str, symmetric: bool) -> None
     check(cache, torch.randn(sum(queries), 6, 40), queries)
 
 
+LOW_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
+
+
+@pytest.mark.parametrize("granularity", ["token", "token_head", "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", LOW_BITS)
+def test_fp8_and_int4(
+    cache_with: Any, dtype: torch.dtype, granularity: str, symmetric: bool
+) -> None:
+    queries, lengths = MIXED
+    for dim in (24, 40):
+        cache = cache_with(
+            lengths, granularity=granularity, symmetric=symmetric, dtype=dtype, dim=dim
+        )
+        check(cache, torch.randn(sum(queries), 6, dim), queries)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head", "channel"])
+@pytest.mark.parametrize("dtype", LOW_BITS[:2])
+def test_static_scales_of_fp8(cache_with: Any, dtype: torch.dtype, granularity: str) -> None:
+    queries, lengths = MIXED
+    cache = cache_with(lengths, granularity=granularity, dtype=dtype, dim=40)
+    check(cache, torch.randn(sum(queries), 6, 40), queries)
+
+
+@pytest.mark.parametrize("value", [torch.int8, torch.float16, *LOW_BITS])
+@pytest.mark.parametrize("key", [torch.int8, torch.float16, *LOW_BITS])
+def test_keys_and_values_of_different_types(
+    cache_with: Any, key: torch.dtype, value: torch.dtype
+) -> None:
+    queries, lengths = MIXED
+    cache = cache_with(lengths, dtype=key, value_dtype=value, symmetric=False, dim=80)
+    check(cache, torch.randn(sum(queries), 4, 80), queries, window=19)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_queries_round_once(cache_with: Any, dtype: torch.dtype) -> None:
     queries, lengths = MIXED
