@@ -39,6 +39,18 @@ __aicore__ inline constexpr T Larger(T a, T b)
     return a > b ? a : b;
 }
 
+// Of positive numbers, the greatest.
+template <typename T>
+__aicore__ inline constexpr T CommonDivisor(T a, T b)
+{
+    while (b != 0) {
+        T rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
 struct Range {
     int64_t begin;
     int64_t end;
