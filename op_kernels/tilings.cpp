@@ -26,10 +26,10 @@ void core_range(int64_t units, int64_t cores, int64_t core, int64_t granule, int
     range[1] = found.end;
 }
 
-// The same of the windows of all parts.
-void parts_range(int64_t windows, int64_t parts, int64_t cores, int64_t core, int64_t *range)
+// The same of the units of all parts.
+void parts_range(int64_t units, int64_t parts, int64_t cores, int64_t core, int64_t *range)
 {
-    Range found = PartsRange(windows, parts, cores, core);
+    Range found = PartsRange(units, parts, cores, core);
     range[0] = found.begin;
     range[1] = found.end;
 }

@@ -68,6 +68,18 @@ __aicore__ inline Range CoreRange(int64_t units, int64_t cores, int64_t core, in
     return {Smaller(first * granule, units), Smaller((first + count) * granule, units)};
 }
 
+// The same for `parts` of `units` each, part 0's units, then part 1's, ... Cores and parts fall into
+// as many groups of their own as both can be cut into evenly, so that few cores share a part.
+__aicore__ inline Range PartsRange(int64_t units, int64_t parts, int64_t cores, int64_t core)
+{
+    int64_t groups = CommonDivisor(parts, cores);
+    int64_t members = cores / groups;
+    int64_t group_units = parts / groups * units;
+    Range range = CoreRange(group_units, members, core % members, 1);
+    int64_t base = core / members * group_units;
+    return {base + range.begin, base + range.end};
+}
+
 // The core whose CoreRange (with granule 1) holds `unit`.
 __aicore__ inline int64_t CoreOf(int64_t units, int64_t cores, int64_t unit)
 {

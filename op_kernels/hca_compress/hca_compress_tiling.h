@@ -47,19 +47,6 @@ __aicore__ inline int64_t Channels(const HcaCompressTiling &t)
     return t.overlap != 0 ? 2 * t.dim : t.dim;
 }
 
-// The windows of all parts that a core works on: part 0's windows, then part 1's, ... Cores and
-// parts fall into as many groups of their own as both can be cut into evenly, so that few cores
-// share a part.
-__aicore__ inline Range PartsRange(int64_t windows, int64_t parts, int64_t cores, int64_t core)
-{
-    int64_t groups = CommonDivisor(parts, cores);
-    int64_t members = cores / groups;
-    int64_t units = parts / groups * windows;
-    Range range = CoreRange(units, members, core % members, 1);
-    int64_t base = core / members * units;
-    return {base + range.begin, base + range.end};
-}
-
 // Windows whose sums of squares one core adds up, a sector of floats or more.
 constexpr int64_t SUMS_GRANULE = 8;
 

@@ -137,10 +137,10 @@ def core_range(units: int, cores: int, core: int, granule: int) -> tuple[int, in
     return found[0], found[1]
 
 
-def parts_range(windows: int, parts: int, cores: int, core: int) -> tuple[int, int]:
-    """What ``core`` works on of the windows of all parts (``hca_compress``)."""
+def parts_range(units: int, parts: int, cores: int, core: int) -> tuple[int, int]:
+    """What ``core`` works on of the units of all parts."""
     found = _words([0, 0])
-    library().parts_range(*(ctypes.c_int64(n) for n in (windows, parts, cores, core)), found)
+    library().parts_range(*(ctypes.c_int64(n) for n in (units, parts, cores, core)), found)
     return found[0], found[1]
 
 
