@@ -2,8 +2,7 @@
 // RMSNorm and RoPE. With overlap a window also sees the first half of the channels (a) of the
 // tokens of the window before.
 //
-// The host launches hca_compress, or, where the tiling says joint, hca_compress_joint, whose cores
-// wait for each other: it takes no more cores than there are.
+// Where the tiling says joint, cores wait for each other: it takes no more cores than there are.
 #include "kernel_operator.h"
 
 #include "finish.h"
@@ -52,7 +51,7 @@ private:
     Range range_;
 };
 
-template <typename T, bool JOINT>
+template <typename T>
 class Compress {
 public:
     __aicore__ inline Compress(const CompressTensors &tensors, const HcaCompressTiling &tiling)
@@ -71,7 +70,7 @@ public:
         for (int64_t first = 0; first < t_.windows; first += t_.round_windows) {
             int64_t last = Smaller(t_.windows, first + t_.round_windows);
             PoolRound(first, last);
-            if constexpr (JOINT) {
+            if (t_.joint != 0) {
                 norm_.Exchange(last - first);
                 FinishRound(first, last);
             }
@@ -92,24 +91,24 @@ private:
         for (Pieces pieces(t_, first, last); pieces.Valid();) {
             Piece piece = pieces.Take();
             pool_.BeginPart(piece.channel, piece.channels);
-            if constexpr (JOINT) {
+            if (t_.joint != 0) {
                 norm_.BeginSums();
             }
             for (WindowRuns runs(t_, tensors_.sequences, piece.begin, piece.end); runs.Valid();) {
                 WindowRun run = runs.Take(pool_.Most(runs.AtStart()));
                 pool_.Pool(run, rows);
-                if constexpr (JOINT) {
+                if (t_.joint != 0) {
                     norm_.Add(rows, Rows(run.count, piece), run.entry - piece.begin);
                     rows = rows[run.count * t_.stride];
-                } else {
-                    if (t_.has_norm != 0) {
-                        norm_.BeginPart(piece.channel, piece.channels);
-                        norm_.Whole(rows, Rows(run.count, piece));
-                    }
-                    finish_.Run(rows, run, piece.channel, piece.channels);
+                    continue;
                 }
+                if (t_.has_norm != 0) {
+                    norm_.BeginPart(piece.channel, piece.channels);
+                    norm_.Whole(rows, Rows(run.count, piece));
+                }
+                finish_.Run(rows, run, piece.channel, piece.channels);
             }
-            if constexpr (JOINT) {
+            if (t_.joint != 0) {
                 norm_.HandOver(piece.part, piece.begin - first, piece.end - piece.begin);
             }
         }
@@ -139,20 +138,6 @@ private:
     TBuf<TPosition::VECCALC> kept_;
 };
 
-template <bool JOINT>
-__aicore__ inline void RunCompress(const CompressTensors &tensors, GM_ADDR entries,
-                                   const HcaCompressTiling &tiling)
-{
-    TPipe pipe;
-    if (tiling.element == HALF) {
-        Compress<half, JOINT>(tensors, tiling).Process(pipe, entries);
-    } else if (tiling.element == BFLOAT16) {
-        Compress<bfloat16_t, JOINT>(tensors, tiling).Process(pipe, entries);
-    } else {
-        Compress<float, JOINT>(tensors, tiling).Process(pipe, entries);
-    }
-}
-
 }  // namespace ascend_kv
 
 // sequences: int32 [B, 4]: each sequence's first token in kv, first entry, index of its first
@@ -161,26 +146,20 @@ __aicore__ inline void RunCompress(const CompressTensors &tensors, GM_ADDR entri
 // call for may be null.
 extern "C" __global__ __aicore__ void hca_compress(
     GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
-    GM_ADDR previous_gate, GM_ADDR norm_weight, GM_ADDR rotary_table, GM_ADDR entries,
-    HcaCompressTiling tiling)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    ascend_kv::KeepInfinityAndNan();
-    ascend_kv::CompressTensors tensors{kv,          gate,          sequences,   position_bias,
-                                       previous_kv, previous_gate, norm_weight, rotary_table,
-                                       nullptr};
-    ascend_kv::RunCompress<false>(tensors, entries, tiling);
-}
-
-extern "C" __global__ __aicore__ void hca_compress_joint(
-    GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
     GM_ADDR previous_gate, GM_ADDR norm_weight, GM_ADDR rotary_table, GM_ADDR workspace,
     GM_ADDR entries, HcaCompressTiling tiling)
 {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);  // vector cores that may wait for each other
     ascend_kv::KeepInfinityAndNan();
     ascend_kv::CompressTensors tensors{kv,          gate,          sequences,   position_bias,
                                        previous_kv, previous_gate, norm_weight, rotary_table,
                                        workspace};
-    ascend_kv::RunCompress<true>(tensors, entries, tiling);
+    AscendC::TPipe pipe;
+    if (tiling.element == ascend_kv::HALF) {
+        ascend_kv::Compress<half>(tensors, tiling).Process(pipe, entries);
+    } else if (tiling.element == ascend_kv::BFLOAT16) {
+        ascend_kv::Compress<bfloat16_t>(tensors, tiling).Process(pipe, entries);
+    } else {
+        ascend_kv::Compress<float>(tensors, tiling).Process(pipe, entries);
+    }
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -67,12 +66,9 @@ def hca_compress(
         for x in (position_bias, previous_kv, previous_gate, norm_weight, rotary_table)
     )
     inputs = inp(kv.contiguous()), inp(gate.contiguous()), table, bias_in, kv_before, gate_before
-    others: tuple[Any, ...] = weight, rotary
-    name = "hca_compress"
-    if t.joint:
-        name = "hca_compress_joint"
-        others = *others, out(poisoned((t.workspace_bytes // 4,), torch.float32))
-    calls = [(name, t.cores, *inputs, *others, out(entries))] if t.cores else []
+    work = out(poisoned((t.workspace_bytes // 4,), torch.float32)) if t.joint else None
+    call = "hca_compress", t.cores, *inputs, weight, rotary, work, out(entries)
+    calls = [call] if t.cores else []
     return entries, launch_all("hca_compress", t, calls, limits)
 
 
