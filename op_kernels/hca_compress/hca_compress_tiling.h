@@ -181,7 +181,7 @@ inline int64_t FinishBytes(const CompressSizes &s, const PartPlan &p, int64_t ro
     int64_t granules = DivUp(DivUp(p.round_windows, SUMS_GRANULE), p.cores);
     int64_t sums = granules * SUMS_GRANULE * 4;
     int64_t kept = RoundUp(p.kept_rows, SUMS_GRANULE) * 4;
-    int64_t exchange = p.joint ? 2 * Larger(sums, kept) + p.parts * sums + kept : 0;
+    int64_t exchange = p.joint ? 2 * Larger(sums, kept) + Larger(p.parts * sums, kept) : 0;
     return norm + turning + 2 * rows * row + exchange + FIXED_BYTES;
 }
 

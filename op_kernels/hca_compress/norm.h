@@ -26,8 +26,8 @@ public:
             uint32_t most = MostSums();
             uint32_t kept = RoundUp<uint32_t>(tiling.kept_rows, FLOATS_PER_BLOCK);
             pipe.InitBuffer(sums_out_, BUFFERS, Larger(most, kept) * sizeof(float));
-            pipe.InitBuffer(sums_in_, ONE_BUFFER, Parts(tiling) * most * sizeof(float));
-            pipe.InitBuffer(roots_in_, ONE_BUFFER, kept * sizeof(float));
+            uint32_t read = Larger<uint32_t>(Parts(tiling) * most, kept);
+            pipe.InitBuffer(exchange_in_, ONE_BUFFER, read * sizeof(float));
         }
     }
 
@@ -86,16 +86,16 @@ public:
             uint32_t parts = Parts(*t_);
             uint32_t count = range.end - range.begin;
             View view{parts, count, RoundUp(count, FLOATS_PER_BLOCK)};
-            LocalTensor<float> sums = sums_in_.AllocTensor<float>();
+            LocalTensor<float> sums = exchange_in_.AllocTensor<float>();
             LoadRows(sums, workspace_[range.begin], view, (Pitch() - count) * sizeof(float));
-            sums_in_.EnQue(sums);
-            sums = sums_in_.DeQue<float>();
+            exchange_in_.EnQue(sums);
+            sums = exchange_in_.DeQue<float>();
             ReduceCols<SumReduce>(sums, view);
             Roots(sums, count);
             BeginSums();
             CopyTile(sums_, sums, Line(count));
             VectorDone();
-            sums_in_.FreeTensor(sums);
+            exchange_in_.FreeTensor(sums);
             Send(parts * Pitch() + range.begin, count);
         }
         SyncAll();
@@ -104,17 +104,17 @@ public:
     // The rows of the windows of a HandOver, when the round's norms are known.
     __aicore__ inline void Join(const LocalTensor<float> &rows, const View &view, int64_t window)
     {
-        LocalTensor<float> roots = roots_in_.AllocTensor<float>();
+        LocalTensor<float> roots = exchange_in_.AllocTensor<float>();
         LoadRows(roots, workspace_[Parts(*t_) * Pitch() + window], Line(view.rows));
-        roots_in_.EnQue(roots);
-        roots = roots_in_.DeQue<float>();
+        exchange_in_.EnQue(roots);
+        roots = exchange_in_.DeQue<float>();
         for (uint32_t row = 0; row < view.rows; row += REPEAT_LANES) {
             uint32_t count = Smaller(REPEAT_LANES, view.rows - row);
             CopyTile(norms_.Get<float>(), roots[row], Line(count));
             VectorDone();
             Scale(rows[row * view.stride], View{count, view.cols, view.stride});
         }
-        roots_in_.FreeTensor(roots);
+        exchange_in_.FreeTensor(roots);
     }
 
 private:
@@ -171,8 +171,7 @@ private:
     GlobalTensor<float> source_;
     GlobalTensor<float> workspace_;
     TQue<TPosition::VECIN, 1> weight_in_;
-    TQue<TPosition::VECIN, 1> sums_in_;
-    TQue<TPosition::VECIN, 1> roots_in_;
+    TQue<TPosition::VECIN, 1> exchange_in_;  // all parts' sums, or roots
     TQue<TPosition::VECOUT, 1> sums_out_;
     TBuf<TPosition::VECCALC> squares_;
     TBuf<TPosition::VECCALC> norms_;

@@ -185,7 +185,7 @@ def test_deepseek_shapes(dtype: torch.dtype) -> None:
 
 
 def test_bias_that_does_not_stay() -> None:
-    case = Case([601 * 2], 601, 128)  # parts of 64 channels: 601 lines of 256 bytes
+    case = Case([601 * 2], 601, 128, rotary_dim=64)  # parts of 64 channels: 601 lines of 256 bytes
     tiling, _ = case.check()
     assert not tiling.bias_stays and tiling.tile_rows < 601
 
