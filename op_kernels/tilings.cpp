@@ -26,6 +26,14 @@ void core_range(int64_t units, int64_t cores, int64_t core, int64_t granule, int
     range[1] = found.end;
 }
 
+// The same of the units of all parts.
+void parts_range(int64_t units, int64_t parts, int64_t cores, int64_t core, int64_t *range)
+{
+    Range found = PartsRange(units, parts, cores, core);
+    range[0] = found.begin;
+    range[1] = found.end;
+}
+
 int64_t core_of(int64_t units, int64_t cores, int64_t unit)
 {
     return CoreOf(units, cores, unit);

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,21 @@ draw = random.Random(0)
 def npu(name: str, *args: Any, **kwargs: Any) -> Any:
     """The operator as the dispatcher calls it for tensors of an NPU."""
     return getattr(torch.ops.ascend_kv, name).default.redispatch(NPU, *args, **kwargs)
+
+
+def captured(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """The call's result, which no kernel has written yet, and what runs its launches."""
+    library = ctypes.CDLL(sys.argv[1])
+    library.twin_graph_begin()
+    try:
+        result = call()
+    finally:
+        library.twin_graph_end()
+
+    def replay() -> None:
+        assert library.twin_graph_replay() > 0
+
+    return result, replay
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ torch.ops.load_library(sys.argv[1])
 
 import npu_checks_compress  # noqa: E402
 import npu_checks_dense  # noqa: E402
+import npu_checks_graph  # noqa: E402
 import npu_checks_paged  # noqa: E402
 
 from ascend_kv.ops import platform  # noqa: E402
@@ -26,7 +27,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     served = platform.implementations("npu")
     assert sum(what == "native" for what in served.values()) == 6, served
-    for module in (npu_checks_dense, npu_checks_paged, npu_checks_compress):
+    checks = npu_checks_dense, npu_checks_paged, npu_checks_compress, npu_checks_graph
+    for module in checks:
         for name, check in list(vars(module).items()):
             if name.startswith("check_"):
                 check()

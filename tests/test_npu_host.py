@@ -64,6 +64,14 @@ def test_no_host_function_waits() -> None:
         assert not waiting.search(path.read_text()), path.name
 
 
+def test_a_source_has_one_kernel_type() -> None:
+    """CANN takes the first that a source names for all its kernels."""
+    for source in KERNELS.glob("*/*_kernel.cpp"):
+        kinds = re.findall(r"KERNEL_TASK_TYPE_DEFAULT\((\w+)\)", source.read_text())
+        entries = [entry for entry in npu_host.entries() if entry.source == source]
+        assert entries and len(kinds) == len(entries) and len(set(kinds)) == 1, source.name
+
+
 def test_tiling_structs_are_plain() -> None:
     """CANN copies them to a place where nothing else of the source is known."""
     structs = {entry.struct for entry in npu_host.entries()}

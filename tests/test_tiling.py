@@ -7,6 +7,7 @@ once, no core is launched for nothing, and where there is work for all cores all
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_core_ranges_cover_everything_once() -> None:
             if units:
                 begin, end = ranges[core_of(units, cores, unit)]
                 assert begin <= unit < end
+
+
+def test_ranges_of_parts_cover_everything_once() -> None:
+    draw = random.Random(5)
+    for _ in range(2000):
+        windows, parts = draw.randrange(1, 5000), draw.choice([1, 2, 3, 4, 8, 12, 16, 32])
+        cores = min(draw.randrange(1, 65), windows * parts)
+        ranges = [tilings.parts_range(windows, parts, cores, c) for c in range(cores)]
+        assert ranges[0][0] == 0 and ranges[-1][1] == windows * parts
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+        sizes = [end - begin for begin, end in ranges]
+        assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
+        touched = sum((end - 1) // windows - begin // windows + 1 for begin, end in ranges)
+        assert touched <= parts + cores - math.gcd(parts, cores)
 
 
 def quantize_items(t: QuantizeTiling) -> tuple[int, int]:
@@ -199,13 +214,36 @@ def test_hca_compress() -> None:
         check_ub(t, ub)
         parts = -(-dim // t.chunk)
         assert t.cores == min(cores, windows * parts)
-        assert t.finish_cores == min(cores, windows)
-        assert (t.split == 1) == (parts > 1)
+        assert t.cores == cores or t.chunk == narrowest_part(dim, ratio)
+        assert (t.joint == 1) == (parts > 1)
+        assert parts == 1 or t.chunk % 16 == dim % 16 == 0
+        assert t.fold == (64 // t.chunk if parts > 1 and t.chunk < 64 else 1)
         assert t.tile_rows % ratio == 0 or t.tile_rows < ratio
-        assert t.tile_windows == max(1, t.tile_rows // ratio)
+        assert t.tile_rows % t.fold == ratio % t.fold == 0
+        assert t.tile_windows == max(1, t.tile_rows // ratio) <= t.finish_rows
         assert t.tile_rows <= MAX_COPY_BLOCKS
-        assert t.workspace_bytes == (windows * dim * 4 if t.split else 0)
-        assert parts == 1 or t.chunk >= 128 or dim <= 128
+        check_rounds(t, parts)
+
+
+def narrowest_part(dim: int, ratio: int) -> int:
+    """Channels: whole sectors and vectors, of tokens side by side if a window has enough."""
+    if dim % 16:
+        return dim
+    widths = [c for c in (16, 32) if dim % c == 0 and ratio % (64 // c) == 0 and ratio * c >= 512]
+    return min([*widths, 64, dim])
+
+
+def check_rounds(t: Any, parts: int) -> None:
+    """All windows in few rounds; each core has room for its rows of a round."""
+    rounds = -(-t.windows // t.round_windows)
+    assert t.joint or rounds == 1
+    pitch = -(-t.round_windows // 8) * 8
+    assert t.workspace_bytes == (4 * (parts + 1) * pitch if t.joint else 0)
+    ranges = [tilings.parts_range(t.round_windows, parts, t.cores, c) for c in range(t.cores)]
+    busiest = max(end - begin for begin, end in ranges)
+    assert t.kept_rows == (busiest if t.joint else t.tile_windows)
+    # A round is as long as 32 KiB of rows allow, but for a row more and for equal rounds.
+    assert rounds == 1 or 2 * (busiest + 1) * t.stride * 4 >= 32 * 1024
 
 
 def test_hca_decompress() -> None:
@@ -232,7 +270,7 @@ def test_sizes_too_large_for_ub_are_reported() -> None:
     assert run_tiling("kv_cache_store", StoreTiling, sizes, 48, UB_BYTES).tile_tokens == 0
     sizes = [1, 1, 100000, 16, 1, 16, 2, 0, 3, True, False, True, 0, 2]
     assert run_tiling("kv_cache_load", LoadTiling, sizes, 48, UB_BYTES).tile_tokens == 0
-    sizes = [5, 1, 100000, 4, False, True, True, 0, 0, 0, 1000]
+    sizes = [5, 1, 100008, 4, False, True, True, 0, 0, 0, 1000]
     assert run_tiling("hca_compress", CompressTiling, sizes, 48, UB_BYTES).chunk == 0
     sizes = [1, 1, 100, 100000, GRANULARITIES.index("channel"), 0, 0, True, False]
     quantize = run_tiling("kv_cache_quantize", QuantizeTiling, sizes, 48, UB_BYTES)

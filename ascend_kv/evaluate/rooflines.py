@@ -18,7 +18,7 @@ ASSUMPTIONS = (
     "and the L2 cache are not modelled.",
     "MB have to move; traffic is over them. Every 32-byte sector of inputs and results counts "
     "once, inputs twice for quantize head and channel, whose scales span cores.",
-    "HCA, CSA and its indexer read the position bias once a core; L2 would serve that, it counts.",
+    "Position bias that several cores read counts each time, though L2 would serve that.",
     "Their decode steps are those in which every sequence has just filled a window.",
     "Balance: the busiest core's time over the mean of all cores, idle ones included.",
 )

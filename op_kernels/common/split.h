@@ -39,6 +39,18 @@ __aicore__ inline constexpr T Larger(T a, T b)
     return a > b ? a : b;
 }
 
+// Of positive numbers, the greatest.
+template <typename T>
+__aicore__ inline constexpr T CommonDivisor(T a, T b)
+{
+    while (b != 0) {
+        T rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
 struct Range {
     int64_t begin;
     int64_t end;
@@ -54,6 +66,18 @@ __aicore__ inline Range CoreRange(int64_t units, int64_t cores, int64_t core, in
     int64_t first = core * base + Smaller(core, extra);
     int64_t count = base + (core < extra ? 1 : 0);
     return {Smaller(first * granule, units), Smaller((first + count) * granule, units)};
+}
+
+// The same for `parts` of `units` each, part 0's units, then part 1's, ... Cores and parts fall into
+// as many groups of their own as both can be cut into evenly, so that few cores share a part.
+__aicore__ inline Range PartsRange(int64_t units, int64_t parts, int64_t cores, int64_t core)
+{
+    int64_t groups = CommonDivisor(parts, cores);
+    int64_t members = cores / groups;
+    int64_t group_units = parts / groups * units;
+    Range range = CoreRange(group_units, members, core % members, 1);
+    int64_t base = core / members * group_units;
+    return {base + range.begin, base + range.end};
 }
 
 // The core whose CoreRange (with granule 1) holds `unit`.

@@ -8,8 +8,6 @@
 #include "hca_compress_tiling.h"
 
 #include "aclrtlaunch_hca_compress.h"
-#include "aclrtlaunch_hca_compress_finish.h"
-#include "aclrtlaunch_hca_compress_pool.h"
 
 namespace ascend_kv {
 namespace {
@@ -193,19 +191,12 @@ at::Tensor HcaCompressHost(const at::Tensor &kv, const at::Tensor &gate, at::Int
     at::Tensor gate_before = previous_gate ? previous_gate->contiguous() : at::Tensor();
     at::Tensor weight = ContiguousFloat(norm_weight);
     at::Tensor table = ContiguousFloat(rotary_table);
-    if (tiling.split == 0) {
-        Launch("hca_compress", aclrtlaunch_hca_compress, tiling.cores, Address(values),
-               Address(gates), Address(sequences), Address(bias), Address(before),
-               Address(gate_before), Address(weight), Address(table), Address(entries), tiling);
-        return entries;
-    }
-    at::Tensor pooled = Workspace(tiling.workspace_bytes, kv);
-    Launch("hca_compress_pool", aclrtlaunch_hca_compress_pool, tiling.cores, Address(values),
+    at::Tensor workspace =
+        tiling.workspace_bytes == 0 ? at::Tensor() : Workspace(tiling.workspace_bytes, kv);
+    Launch("hca_compress", aclrtlaunch_hca_compress, tiling.cores, Address(values),
            Address(gates), Address(sequences), Address(bias), Address(before),
-           Address(gate_before), Address(pooled), tiling);
-    Launch("hca_compress_finish", aclrtlaunch_hca_compress_finish, tiling.finish_cores,
-           Address(pooled), Address(sequences), Address(weight), Address(table), Address(entries),
-           tiling);
+           Address(gate_before), Address(weight), Address(table), Address(workspace),
+           Address(entries), tiling);
     return entries;
 }
 

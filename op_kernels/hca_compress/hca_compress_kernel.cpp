@@ -2,108 +2,141 @@
 // RMSNorm and RoPE. With overlap a window also sees the first half of the channels (a) of the
 // tokens of the window before.
 //
-// The host launches hca_compress, or, where the tiling says split, hca_compress_pool and then
-// hca_compress_finish on the same stream.
+// Where the tiling says joint, cores wait for each other: it takes no more cores than there are.
 #include "kernel_operator.h"
 
 #include "finish.h"
-#include "pool.h"
+#include "norm.h"
 
 namespace ascend_kv {
 
-// Whole windows on one core.
-template <typename T, typename E>
-__aicore__ inline void CompressWindows(TPipe &pipe, const CompressTensors &tensors,
-                                       GM_ADDR entries, const HcaCompressTiling &t)
-{
-    WindowPool<T> pool;
-    EntryFinish<E> finish;
-    TBuf<TPosition::VECCALC> buffer;
-    pool.Init(pipe, tensors, t);
-    finish.Init(pipe, tensors, entries, t);
-    pipe.InitBuffer(buffer, t.tile_windows * t.row_stride * sizeof(float));
-    LocalTensor<float> pooled = buffer.Get<float>();
-    pool.BeginPart(0);
-    Range range = CoreRange(t.windows, t.cores, GetBlockIdx(), 1);
-    for (WindowRuns runs(t, tensors.sequences, range.begin, range.end); runs.Valid();) {
-        WindowRun run = runs.Take(pool.Most(runs.AtStart()));
-        pool.Pool(run, pooled, t.row_stride);
-        finish.Run(pooled, run.entry, run.count);
-    }
-    pool.EndPart();
-}
+// A core's windows of a round, all of them in some channels.
+struct Piece {
+    int64_t part;
+    int64_t channel;
+    uint32_t channels;
+    int64_t begin;  // entries
+    int64_t end;
+};
 
-// Parts of the channels: all windows of the first part, of the second, ...
+// Walks a core's pieces of the entries `first` to `last`. Parts begin at different windows, so that
+// cores whose parts lie in the same 512 bytes of a token, which take their turn there, seldom meet.
+class Pieces {
+public:
+    __aicore__ inline Pieces(const HcaCompressTiling &tiling, int64_t first, int64_t last)
+        : t_(tiling), first_(first), count_(last - first)
+    {
+        range_ = PartsRange(count_, Parts(tiling), tiling.cores, GetBlockIdx());
+    }
+
+    __aicore__ inline bool Valid() const { return range_.begin < range_.end; }
+
+    __aicore__ inline Piece Take()
+    {
+        int64_t part = range_.begin / count_;
+        int64_t inside = range_.begin % count_;
+        int64_t window = (inside + part * count_ / Parts(t_)) % count_;
+        int64_t channel = part * t_.chunk;
+        int64_t count = Smaller(Smaller(count_ - inside, count_ - window),
+                                range_.end - range_.begin);
+        range_.begin += count;
+        uint32_t channels = Smaller<int64_t>(t_.chunk, t_.dim - channel);
+        return {part, channel, channels, first_ + window, first_ + window + count};
+    }
+
+private:
+    const HcaCompressTiling &t_;
+    int64_t first_;
+    int64_t count_;
+    Range range_;
+};
+
 template <typename T>
-__aicore__ inline void PoolParts(TPipe &pipe, const CompressTensors &tensors, GM_ADDR workspace,
-                                 const HcaCompressTiling &t)
-{
-    WindowPool<T> pool;
-    TQue<TPosition::VECOUT, 1> out;
-    GlobalTensor<float> rows;
-    rows.SetGlobalBuffer(reinterpret_cast<__gm__ float *>(workspace));
-    pool.Init(pipe, tensors, t);
-    pipe.InitBuffer(out, BUFFERS, t.tile_windows * t.stride * sizeof(float));
-    Range range = CoreRange(t.windows * Parts(t), t.cores, GetBlockIdx(), 1);
-    while (range.begin < range.end) {
-        int64_t part = range.begin / t.windows;
-        int64_t first = range.begin % t.windows;
-        int64_t last = Smaller(t.windows, first + range.end - range.begin);
-        range.begin += last - first;
-        int64_t channel = part * t.chunk;
-        uint32_t channels = Smaller<int64_t>(t.chunk, t.dim - channel);
-        pool.BeginPart(channel);
-        for (WindowRuns runs(t, tensors.sequences, first, last); runs.Valid();) {
-            WindowRun run = runs.Take(pool.Most(runs.AtStart()));
-            LocalTensor<float> pooled = out.AllocTensor<float>();
-            pool.Pool(run, pooled, t.stride);
-            out.EnQue(pooled);
-            pooled = out.DeQue<float>();
-            View view{static_cast<uint32_t>(run.count), channels, static_cast<uint32_t>(t.stride)};
-            StoreRows(rows[run.entry * t.dim + channel], pooled, view,
-                      (t.dim - channels) * sizeof(float));
-            out.FreeTensor(pooled);
+class Compress {
+public:
+    __aicore__ inline Compress(const CompressTensors &tensors, const HcaCompressTiling &tiling)
+        : tensors_(tensors), t_(tiling)
+    {
+    }
+
+    __aicore__ inline void Process(TPipe &pipe, GM_ADDR entries)
+    {
+        pool_.Init(pipe, tensors_, t_);
+        finish_.Init(pipe, tensors_, entries, t_);
+        if (t_.has_norm != 0) {
+            norm_.Init(pipe, tensors_, t_);
         }
-        pool.EndPart();
+        pipe.InitBuffer(kept_, t_.kept_rows * t_.stride * sizeof(float));
+        for (int64_t first = 0; first < t_.windows; first += t_.round_windows) {
+            int64_t last = Smaller(t_.windows, first + t_.round_windows);
+            PoolRound(first, last);
+            if (t_.joint != 0) {
+                norm_.Exchange(last - first);
+                FinishRound(first, last);
+            }
+        }
+        pool_.End();
+        norm_.End();
     }
-}
 
-template <typename E>
-__aicore__ inline void FinishRows(TPipe &pipe, const CompressTensors &tensors, GM_ADDR workspace,
-                                  GM_ADDR entries, const HcaCompressTiling &t)
-{
-    EntryFinish<E> finish;
-    TQue<TPosition::VECIN, 1> in;
-    GlobalTensor<float> rows;
-    rows.SetGlobalBuffer(reinterpret_cast<__gm__ float *>(workspace));
-    finish.Init(pipe, tensors, entries, t);
-    pipe.InitBuffer(in, BUFFERS, t.finish_rows * t.row_stride * sizeof(float));
-    Range range = CoreRange(t.windows, t.finish_cores, GetBlockIdx(), 1);
-    for (int64_t entry = range.begin; entry < range.end; entry += t.finish_rows) {
-        uint32_t count = Smaller<int64_t>(t.finish_rows, range.end - entry);
-        LocalTensor<float> pooled = in.AllocTensor<float>();
-        LoadRows(pooled, rows[entry * t.dim],
-                 View{count, static_cast<uint32_t>(t.dim), static_cast<uint32_t>(t.row_stride)});
-        in.EnQue(pooled);
-        pooled = in.DeQue<float>();
-        finish.Run(pooled, entry, count);
-        in.FreeTensor(pooled);
+private:
+    __aicore__ inline View Rows(int64_t count, const Piece &piece) const
+    {
+        return {static_cast<uint32_t>(count), piece.channels, static_cast<uint32_t>(t_.stride)};
     }
-}
 
-template <typename T>
-__aicore__ inline void RunCompress(const CompressTensors &tensors, GM_ADDR entries,
-                                   const HcaCompressTiling &tiling)
-{
-    TPipe pipe;
-    if (tiling.out_element == HALF) {
-        CompressWindows<T, half>(pipe, tensors, entries, tiling);
-    } else if (tiling.out_element == BFLOAT16) {
-        CompressWindows<T, bfloat16_t>(pipe, tensors, entries, tiling);
-    } else {
-        CompressWindows<T, float>(pipe, tensors, entries, tiling);
+    __aicore__ inline void PoolRound(int64_t first, int64_t last)
+    {
+        LocalTensor<float> rows = kept_.Get<float>();
+        for (Pieces pieces(t_, first, last); pieces.Valid();) {
+            Piece piece = pieces.Take();
+            pool_.BeginPart(piece.channel, piece.channels);
+            if (t_.joint != 0) {
+                norm_.BeginSums();
+            }
+            for (WindowRuns runs(t_, tensors_.sequences, piece.begin, piece.end); runs.Valid();) {
+                WindowRun run = runs.Take(pool_.Most(runs.AtStart()));
+                pool_.Pool(run, rows);
+                if (t_.joint != 0) {
+                    norm_.Add(rows, Rows(run.count, piece), run.entry - piece.begin);
+                    rows = rows[run.count * t_.stride];
+                    continue;
+                }
+                if (t_.has_norm != 0) {
+                    norm_.BeginPart(piece.channel, piece.channels);
+                    norm_.Whole(rows, Rows(run.count, piece));
+                }
+                finish_.Run(rows, run, piece.channel, piece.channels);
+            }
+            if (t_.joint != 0) {
+                norm_.HandOver(piece.part, piece.begin - first, piece.end - piece.begin);
+            }
+        }
     }
-}
+
+    // The rows that PoolRound kept, in the same order.
+    __aicore__ inline void FinishRound(int64_t first, int64_t last)
+    {
+        LocalTensor<float> rows = kept_.Get<float>();
+        for (Pieces pieces(t_, first, last); pieces.Valid();) {
+            Piece piece = pieces.Take();
+            norm_.BeginPart(piece.channel, piece.channels);
+            norm_.Join(rows, Rows(piece.end - piece.begin, piece), piece.begin - first);
+            for (WindowRuns runs(t_, tensors_.sequences, piece.begin, piece.end); runs.Valid();) {
+                WindowRun run = runs.Take(t_.finish_rows);
+                finish_.Run(rows, run, piece.channel, piece.channels);
+                rows = rows[run.count * t_.stride];
+            }
+        }
+    }
+
+    const CompressTensors &tensors_;
+    const HcaCompressTiling &t_;
+    WindowPool<T> pool_;
+    EntryNorm norm_;
+    EntryFinish finish_;
+    TBuf<TPosition::VECCALC> kept_;
+};
 
 }  // namespace ascend_kv
 
@@ -113,54 +146,20 @@ __aicore__ inline void RunCompress(const CompressTensors &tensors, GM_ADDR entri
 // call for may be null.
 extern "C" __global__ __aicore__ void hca_compress(
     GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
-    GM_ADDR previous_gate, GM_ADDR norm_weight, GM_ADDR rotary_table, GM_ADDR entries,
-    HcaCompressTiling tiling)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    ascend_kv::KeepInfinityAndNan();
-    ascend_kv::CompressTensors tensors{kv,          gate,          sequences,   position_bias,
-                                       previous_kv, previous_gate, norm_weight, rotary_table};
-    if (tiling.element == ascend_kv::HALF) {
-        ascend_kv::RunCompress<half>(tensors, entries, tiling);
-    } else if (tiling.element == ascend_kv::BFLOAT16) {
-        ascend_kv::RunCompress<bfloat16_t>(tensors, entries, tiling);
-    } else {
-        ascend_kv::RunCompress<float>(tensors, entries, tiling);
-    }
-}
-
-extern "C" __global__ __aicore__ void hca_compress_pool(
-    GM_ADDR kv, GM_ADDR gate, GM_ADDR sequences, GM_ADDR position_bias, GM_ADDR previous_kv,
-    GM_ADDR previous_gate, GM_ADDR workspace, HcaCompressTiling tiling)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    ascend_kv::KeepInfinityAndNan();
-    ascend_kv::CompressTensors tensors{kv,          gate,          sequences, position_bias,
-                                       previous_kv, previous_gate, nullptr,   nullptr};
-    AscendC::TPipe pipe;
-    if (tiling.element == ascend_kv::HALF) {
-        ascend_kv::PoolParts<half>(pipe, tensors, workspace, tiling);
-    } else if (tiling.element == ascend_kv::BFLOAT16) {
-        ascend_kv::PoolParts<bfloat16_t>(pipe, tensors, workspace, tiling);
-    } else {
-        ascend_kv::PoolParts<float>(pipe, tensors, workspace, tiling);
-    }
-}
-
-extern "C" __global__ __aicore__ void hca_compress_finish(
-    GM_ADDR workspace, GM_ADDR sequences, GM_ADDR norm_weight, GM_ADDR rotary_table,
+    GM_ADDR previous_gate, GM_ADDR norm_weight, GM_ADDR rotary_table, GM_ADDR workspace,
     GM_ADDR entries, HcaCompressTiling tiling)
 {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);  // vector cores that may wait for each other
     ascend_kv::KeepInfinityAndNan();
-    ascend_kv::CompressTensors tensors{nullptr, nullptr, sequences,   nullptr,
-                                       nullptr, nullptr, norm_weight, rotary_table};
+    ascend_kv::CompressTensors tensors{kv,          gate,          sequences,   position_bias,
+                                       previous_kv, previous_gate, norm_weight, rotary_table,
+                                       workspace};
     AscendC::TPipe pipe;
-    if (tiling.out_element == ascend_kv::HALF) {
-        ascend_kv::FinishRows<half>(pipe, tensors, workspace, entries, tiling);
-    } else if (tiling.out_element == ascend_kv::BFLOAT16) {
-        ascend_kv::FinishRows<bfloat16_t>(pipe, tensors, workspace, entries, tiling);
+    if (tiling.element == ascend_kv::HALF) {
+        ascend_kv::Compress<half>(tensors, tiling).Process(pipe, entries);
+    } else if (tiling.element == ascend_kv::BFLOAT16) {
+        ascend_kv::Compress<bfloat16_t>(tensors, tiling).Process(pipe, entries);
     } else {
-        ascend_kv::FinishRows<float>(pipe, tensors, workspace, entries, tiling);
+        ascend_kv::Compress<float>(tensors, tiling).Process(pipe, entries);
     }
 }

@@ -1,6 +1,10 @@
 // Gated pooling of windows: per channel, the softmax over a window's tokens of gate + bias, times
 // kv, summed. Tiles of tokens stream through; of a window only its running maximum, denominator
 // and sum are kept (the softmax of Milakov and Gimelshein, 2018), all in float32.
+//
+// Where a part has fewer channels than a vector has lanes, `fold` tokens lie side by side in a row of
+// 64 lanes: each lane goes through every fold-th token by itself, and lanes of one channel meet at
+// the window's end.
 #pragma once
 #include "../common/reduce.h"
 #include "windows.h"
@@ -16,6 +20,7 @@ struct CompressTensors {
     GM_ADDR previous_gate;
     GM_ADDR norm_weight;     // [D] float32
     GM_ADDR rotary_table;    // [P, rotary_dim / 2, 2] float32
+    GM_ADDR workspace;       // norm.h
 };
 
 template <typename T>
@@ -31,11 +36,12 @@ public:
         previous_gate_.SetGlobalBuffer(reinterpret_cast<__gm__ T *>(tensors.previous_gate));
         bias_.SetGlobalBuffer(reinterpret_cast<__gm__ float *>(tensors.position_bias));
         uint32_t tile = tiling.tile_rows * tiling.stride;
-        uint32_t half_tile = DivUp(tiling.tile_rows, 2) * tiling.stride;
-        uint32_t state = tiling.tile_windows * tiling.stride;
+        lanes_ = tiling.fold * tiling.stride;
+        uint32_t half_tile = DivUp(tiling.tile_rows / tiling.fold, 2) * lanes_;
+        uint32_t state = tiling.tile_windows * lanes_;
         pipe.InitBuffer(in_, BUFFERS, 2 * tile * sizeof(T));
         pipe.InitBuffer(floats_, (2 * tile + half_tile) * sizeof(float));
-        pipe.InitBuffer(states_, (3 * state + tiling.stride) * sizeof(float));
+        pipe.InitBuffer(states_, (3 * state + lanes_) * sizeof(float));
         values_ = floats_.Get<float>();
         gates_ = values_[tile];
         scratch_ = gates_[tile];
@@ -51,11 +57,15 @@ public:
         }
     }
 
-    // Channels `channel` and on from now; EndPart before the next.
-    __aicore__ inline void BeginPart(int64_t channel)
+    // Channels `channel` and on from now; End after the last.
+    __aicore__ inline void BeginPart(int64_t channel, uint32_t channels)
     {
+        if (channel == channel_) {
+            return;
+        }
+        End();
         channel_ = channel;
-        channels_ = Smaller<int64_t>(t_->chunk, t_->dim - channel);
+        channels_ = channels;
         if (t_->bias_stays == 0) {
             return;
         }
@@ -68,11 +78,12 @@ public:
         bias_tile_ = bias_in_.DeQue<float>();
     }
 
-    __aicore__ inline void EndPart()
+    __aicore__ inline void End()
     {
-        if (t_->bias_stays != 0) {
+        if (channel_ >= 0 && t_->bias_stays != 0) {
             bias_in_.FreeTensor(bias_tile_);
         }
+        channel_ = -1;
     }
 
     // The most windows of `run` that Pool takes at once: those of a tile, but a sequence's first
@@ -82,16 +93,15 @@ public:
         return first && t_->overlap != 0 ? 1 : t_->tile_windows;
     }
 
-    // The channels of the run's windows -> rows of `pooled`, `stride` elements apart.
-    __aicore__ inline void Pool(const WindowRun &run, const LocalTensor<float> &pooled,
-                                uint32_t stride)
+    // The channels of the run's windows -> rows of `pooled`.
+    __aicore__ inline void Pool(const WindowRun &run, const LocalTensor<float> &pooled)
     {
         uint32_t windows = run.count;
         // Below every gate, and still a number: no gate yet weighs exp(lowest - highest) = 0.
         const float lowest = -3.0e38f;
-        Duplicate(highest_, lowest, windows * t_->stride);
-        Duplicate(denominator_, 0.0f, windows * t_->stride);
-        Duplicate(sum_, 0.0f, windows * t_->stride);
+        Duplicate(highest_, lowest, windows * lanes_);
+        Duplicate(denominator_, 0.0f, windows * lanes_);
+        Duplicate(sum_, 0.0f, windows * lanes_);
         VectorDone();
         if (t_->overlap != 0) {
             if (!run.first) {
@@ -104,8 +114,11 @@ public:
         uint32_t own = t_->overlap;
         Stream(kv_, gate_, run.token, Channels(*t_), own * t_->dim + channel_, own, windows);
         for (uint32_t window = 0; window < windows; ++window) {
-            uint32_t at = window * t_->stride;
-            ApplyTile<DivOp>(pooled[window * stride], sum_[at], denominator_[at],
+            uint32_t at = window * lanes_;
+            if (t_->fold > 1) {
+                MeetLanes(at);
+            }
+            ApplyTile<DivOp>(pooled[window * t_->stride], sum_[at], denominator_[at],
                              Line(channels_));
         }
         VectorDone();
@@ -184,13 +197,14 @@ private:
     // `rows` rows of the tile, from `at` on, count in with window `window`.
     __aicore__ inline void Update(uint32_t window, uint32_t at, uint32_t rows, uint32_t bias_row)
     {
-        View view = Rows(rows);
-        View line = Line(channels_);
+        uint32_t fold = t_->fold;
+        View view{rows / fold, fold * channels_, lanes_};
+        View line = Line(view.cols);
         LocalTensor<float> gates = gates_[at * t_->stride];
         LocalTensor<float> values = values_[at * t_->stride];
-        LocalTensor<float> highest = highest_[window * t_->stride];
-        LocalTensor<float> denominator = denominator_[window * t_->stride];
-        LocalTensor<float> sum = sum_[window * t_->stride];
+        LocalTensor<float> highest = highest_[window * lanes_];
+        LocalTensor<float> denominator = denominator_[window * lanes_];
+        LocalTensor<float> sum = sum_[window * lanes_];
         if (t_->has_bias != 0) {
             ApplyTile<AddOp>(gates, gates, bias_tile_[bias_row * t_->stride], view);
             VectorDone();
@@ -216,9 +230,27 @@ private:
         VectorDone();
     }
 
+    // The lanes of a window's state, from `at` on, to the first `stride` of them.
+    __aicore__ inline void MeetLanes(uint32_t at)
+    {
+        View view{static_cast<uint32_t>(t_->fold), channels_, channels_};
+        LocalTensor<float> weight = highest_[at];
+        ReduceColsTo<MaxReduce>(scratch_, weight, view);
+        ApplyByCol<SubOp>(weight, weight, scratch_, view);
+        VectorDone();
+        ExpTile(weight, weight, view);
+        VectorDone();
+        ApplyTile<MulOp>(denominator_[at], denominator_[at], weight, view);
+        ApplyTile<MulOp>(sum_[at], sum_[at], weight, view);
+        VectorDone();
+        ReduceCols<SumReduce>(denominator_[at], view);
+        ReduceCols<SumReduce>(sum_[at], view);
+    }
+
     const HcaCompressTiling *t_;
-    int64_t channel_;
+    int64_t channel_ = -1;
     uint32_t channels_;
+    uint32_t lanes_;  // of a window's state
     GlobalTensor<T> kv_;
     GlobalTensor<T> gate_;
     GlobalTensor<T> previous_kv_;

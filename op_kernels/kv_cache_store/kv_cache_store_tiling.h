@@ -79,6 +79,18 @@ inline int64_t TileBytes(const StoreSizes &s, int64_t tokens, int64_t heads)
     return bytes + groups * vectors + staged + RoundUp<int64_t>(tokens, 8) * 4;
 }
 
+// A core reads the static scales of all its heads, whatever its share of the tokens: few heads
+// where there are few tokens, until scales are little beside values and codes.
+inline int64_t StaticHeads(const StoreSizes &s, int64_t heads, int64_t cores)
+{
+    int64_t moved = s.sides * s.tokens * s.heads * (ElementBytes(s.element) + 1);
+    int64_t scales = cores * (s.symmetric ? 4 : 8);
+    while (heads > 1 && scales * heads * 32 > moved) {
+        heads = DivUp<int64_t>(heads, 2);
+    }
+    return heads;
+}
+
 }  // namespace store_tiling
 
 // No tokens give cores == 0: nothing to launch.
@@ -112,6 +124,8 @@ inline KvCacheStoreTiling TileKvCacheStore(const StoreSizes &s, const DeviceLimi
     if (fit == 0) {
         return t;
     }
+    int64_t cores = Smaller(limits.cores, MAX_CORES);
+    fit = s.mode == STORE_STATIC ? StaticHeads(s, fit, cores) : fit;
     t.tile_heads = static_cast<int32_t>(DivUp(s.heads, DivUp(s.heads, fit)));
     int64_t most_tokens = Smaller(s.tokens, MAX_COPY_BLOCKS);
     t.tile_tokens = static_cast<int32_t>(Largest(most_tokens, [&](int64_t n) {
@@ -119,7 +133,7 @@ inline KvCacheStoreTiling TileKvCacheStore(const StoreSizes &s, const DeviceLimi
     }));
     int64_t parts = s.mode == STORE_TOKEN ? 1 : DivUp<int64_t>(s.heads, t.tile_heads);
     int64_t units = s.sides * parts * s.tokens;
-    t.cores = static_cast<int32_t>(Smaller(Smaller(limits.cores, MAX_CORES), units));
+    t.cores = static_cast<int32_t>(Smaller(cores, units));
     t.ub_bytes = TileBytes(s, t.tile_tokens, t.tile_heads);
     return t;
 }

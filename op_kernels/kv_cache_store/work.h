@@ -34,8 +34,8 @@ public:
     __aicore__ inline StoreSegments(const KvCacheStoreTiling &tiling, bool all_heads)
         : t_(tiling), heads_(all_heads ? tiling.heads : tiling.tile_heads)
     {
-        int64_t units = t_.sides * DivUp(t_.heads, heads_) * t_.tokens;
-        range_ = CoreRange(units, t_.cores, GetBlockIdx(), 1);
+        int64_t parts = t_.sides * DivUp(t_.heads, heads_);
+        range_ = PartsRange(t_.tokens, parts, t_.cores, GetBlockIdx());
     }
 
     __aicore__ inline bool Valid() const { return range_.begin < range_.end; }

@@ -65,10 +65,10 @@ class CompressTiling(ctypes.Structure):
 
     _fields_ = [
         *((n, ctypes.c_int32) for n in ("element", "out_element", "overlap", "has_bias")),
-        *((n, ctypes.c_int32) for n in ("has_norm", "split", "bias_stays", "cores")),
-        *((n, ctypes.c_int32) for n in ("finish_cores", "rotary_dim", "chunk", "stride")),
-        *((n, ctypes.c_int32) for n in ("row_stride", "tile_rows", "tile_windows", "finish_rows")),
-        *((n, ctypes.c_int64) for n in ("windows", "sequences", "dim", "ratio")),
+        *((n, ctypes.c_int32) for n in ("has_norm", "joint", "bias_stays", "cores")),
+        *((n, ctypes.c_int32) for n in ("rotary_dim", "chunk", "stride", "fold")),
+        *((n, ctypes.c_int32) for n in ("tile_rows", "tile_windows", "finish_rows", "kept_rows")),
+        *((n, ctypes.c_int64) for n in ("windows", "round_windows", "sequences", "dim", "ratio")),
         *((n, ctypes.c_float) for n in ("norm_eps", "norm_factor")),
         *((n, ctypes.c_int64) for n in ("workspace_bytes", "ub_bytes")),
     ]
@@ -134,6 +134,13 @@ def core_range(units: int, cores: int, core: int, granule: int) -> tuple[int, in
     found = _words([0, 0])
     numbers = (ctypes.c_int64(n) for n in (units, cores, core, granule))
     library().core_range(*numbers, found)
+    return found[0], found[1]
+
+
+def parts_range(units: int, parts: int, cores: int, core: int) -> tuple[int, int]:
+    """What ``core`` works on of the units of all parts."""
+    found = _words([0, 0])
+    library().parts_range(*(ctypes.c_int64(n) for n in (units, parts, cores, core)), found)
     return found[0], found[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ def hca_compress(
     dtype: torch.dtype | None = None,
     limits: Limits = DEFAULT,
 ) -> tuple[Tensor, Run]:
-    """One launch, or two where the channels of a window are given to several cores."""
+    """One launch."""
     dim = kv.shape[1] // 2 if overlap else kv.shape[1]
     windows = sum(n // ratio for n in lengths)
     bias, norm = position_bias is not None, norm_weight is not None
@@ -67,14 +66,9 @@ def hca_compress(
         for x in (position_bias, previous_kv, previous_gate, norm_weight, rotary_table)
     )
     inputs = inp(kv.contiguous()), inp(gate.contiguous()), table, bias_in, kv_before, gate_before
-    calls: list[tuple[Any, ...]] = []
-    if t.cores and t.split:
-        work = poisoned((t.workspace_bytes // 4,), torch.float32)
-        finish = inp(work), table, weight, rotary, out(entries)
-        calls.append(("hca_compress_pool", t.cores, *inputs, out(work)))
-        calls.append(("hca_compress_finish", t.finish_cores, *finish))
-    elif t.cores:
-        calls.append(("hca_compress", t.cores, *inputs, weight, rotary, out(entries)))
+    work = out(poisoned((t.workspace_bytes // 4,), torch.float32)) if t.joint else None
+    call = "hca_compress", t.cores, *inputs, weight, rotary, work, out(entries)
+    calls = [call] if t.cores else []
     return entries, launch_all("hca_compress", t, calls, limits)
 
 

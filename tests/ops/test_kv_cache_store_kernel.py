@@ -260,14 +260,18 @@ def test_cache_beyond_2_31_bytes() -> None:
 
 
 def touched_sectors(case: Case) -> int:
-    """Sectors of everything that a store has to read or write, each once; static scales by core."""
+    """Sectors of everything that a store has to read or write, each once.
+
+    Static scales of one head by each core: they cannot be cut further.
+    """
     kept = case.slots[case.slots >= 0]
     width = case.dim * case.caches[0].element_size()
     count = 2 * case.key.numel() * case.key.element_size() // SECTOR_BYTES
     count += case.slots.numel() * case.slots.element_size() // SECTOR_BYTES
     count += 2 * len(kept) * case.heads * width // SECTOR_BYTES
     if case.mode == "static":
-        count += case.tile().cores * case.heads * case.dim * 4 // SECTOR_BYTES
+        times = case.tile().cores if case.heads == 1 else 2
+        count += times * case.heads * case.dim * 4 // SECTOR_BYTES
     rows = {"token_head": case.heads, "token": 1}.get(case.mode, 0)
     if rows:
         scales = kept[:, None] // case.block_size * rows + torch.arange(rows)

@@ -47,6 +47,9 @@ public:
 private:
     static void Free(void *context)
     {
+        if (TheGraph().capturing) {
+            return;  // a graph keeps its memory for its replays
+        }
         auto *inner = static_cast<c10::DataPtr *>(context);
         {
             std::lock_guard<std::mutex> lock(Known().mutex);
@@ -97,3 +100,22 @@ struct UseKnownMemory {
 inline UseKnownMemory use_known_memory;
 
 }  // namespace on_twin
+
+extern "C" inline __attribute__((used)) void twin_graph_begin()
+{
+    on_twin::TheGraph() = {true, {}};
+}
+
+extern "C" inline __attribute__((used)) void twin_graph_end()
+{
+    on_twin::TheGraph().capturing = false;
+}
+
+// How many launches there were.
+extern "C" inline __attribute__((used)) int twin_graph_replay()
+{
+    for (const auto &launch : on_twin::TheGraph().launches) {
+        TORCH_CHECK(launch() == 0, "a replayed launch failed");
+    }
+    return static_cast<int>(on_twin::TheGraph().launches.size());
+}
