@@ -168,7 +168,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--formats", default="float16,int8", help="cache formats, with commas (float16,int8)"
     )
-    parser.add_argument("--granularity", default="token_head", help="what shares an INT8 scale")
+    parser.add_argument("--granularity", default="token_head", help="what shares a scale")
     parser.add_argument("--group-size", type=int, metavar="CHANNELS", help="for granularity group")
     parser.add_argument("--asymmetric", action="store_true", help="a zero point with every scale")
     parser.add_argument(

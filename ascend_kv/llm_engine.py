@@ -13,6 +13,7 @@ from ascend_kv.cache.tables import make_tables
 from ascend_kv.config import (
     CacheConfig,
     KeyOffsetLayers,
+    KVCacheDtype,
     KVCacheScales,
     PairScaling,
     SchedulerConfig,
@@ -58,13 +59,14 @@ class LLMEngine:
         model: str | Path,
         *,
         dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         granularity: str = "token_head",
         symmetric: bool = True,
         scale_type: str = "dynamic",
         group_size: int | None = None,
         kv_cache_scales: KVCacheScales | Path | None = None,
         kv_cache_dtype_skip_layers: Sequence[int] = (),
+        kv_cache_dtype_layers: Mapping[str, Any] | None = None,
         pair_scaling: PairScaling = "auto",
         key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
         max_model_len: int | None = None,
@@ -86,10 +88,13 @@ class LLMEngine:
         Args:
             model: directory with config.json and safetensors, ``.gguf`` file, or hub id.
             dtype: weights and arithmetic: auto (the checkpoint's), float32, float16, bfloat16.
-            kv_cache_dtype: auto (the model's), float32, float16, bfloat16, int8.
-            granularity: what shares an INT8 scale in the cache: token_head, token or group; with
-                static scales also layer, head or channel, but not group.
-            symmetric: INT8 without zero points.
+            kv_cache_dtype: auto (the model's), float32, float16, bfloat16, int8, fp8 (fp8_e4m3),
+                fp8_e5m2 or int4, perhaps with words after it as in "int4/asymmetric/hadamard"
+                (``ascend_kv.format_names``); or two for keys and values, {"k": "int8", "v": "int4"}
+                or "k:int8+v:int4". A device refuses what it cannot read.
+            granularity: what shares a scale in the cache: token_head, token or group; with static
+                scales also layer, head or channel, but not group.
+            symmetric: INT8 and INT4 without zero points; FP8 has none.
             scale_type: dynamic: every token's scales come from its own keys and values; static:
                 from ``kv_cache_scales``, and what lies beyond them is clipped, which
                 ``cache.clipped_shares()`` counts and ``generate`` warns of.
@@ -98,6 +103,7 @@ class LLMEngine:
                 ``k_scale`` and ``v_scale``, or a mapping; ``ascend_kv.cache.static_scales`` says
                 what is in them. They must have been made from keys conditioned as here.
             kv_cache_dtype_skip_layers: layers kept in the model's type.
+            kv_cache_dtype_layers: other formats for some layers, {"0..3": "int8", "-1": "auto"}.
             pair_scaling: scale key channels to like size, in the weights; auto: where keys are
                 quantized, True: everywhere, False: nowhere.
             key_offset_layers: layers whose keys are stored without the model's key bias: auto,
@@ -124,7 +130,7 @@ class LLMEngine:
 
         Raises:
             UsageError: a value that is not legal, among them a budget too small for one sequence,
-                and settings of INT8 scales where no layer is quantized.
+                and settings of scales where no layer is quantized.
             UnsupportedModelError: a model that cannot be served.
         """
         _check_utilization(gpu_memory_utilization)
@@ -141,6 +147,7 @@ class LLMEngine:
                 if isinstance(kv_cache_scales, Path)
                 else kv_cache_scales,
                 kv_cache_dtype_skip_layers=kv_cache_dtype_skip_layers,  # type: ignore[arg-type]
+                kv_cache_dtype_layers=kv_cache_dtype_layers,
                 block_size=block_size,
                 kv_allocator=kv_allocator,
                 kv_cache_memory_bytes=None

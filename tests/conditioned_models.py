@@ -136,10 +136,9 @@ def run_on_cache(
     """``run_in_chunks`` on a cache that the caller keeps, in blocks of ``scattered_blocks``."""
     table = scattered_blocks(len(tokens))
     for layer in cache.layers:
-        if not layer.key.dtype.is_floating_point:
-            continue
-        layer.key.fill_(float("nan"))
-        layer.value.fill_(float("nan"))
+        for stored in (layer.key, layer.value):
+            if stored.dtype.is_floating_point:
+                stored.fill_(float("nan"))
     model = HuggingFaceModel(weights, cache, keys)
     logits, start = [], 0
     for size in chunks or [len(tokens)]:

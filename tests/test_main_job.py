@@ -15,6 +15,7 @@ from npu_stand_in import StandIn
 from rich.console import Console
 from safetensors.torch import save_file
 
+from ascend_kv.cache import paged
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate import main_job
 from ascend_kv.evaluate.console import Log
@@ -25,7 +26,6 @@ from ascend_kv.evaluate.recipe import (
     load_recipe,
 )
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
-from ascend_kv.integrations import attention
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_execute import Route
 
@@ -260,7 +260,7 @@ def test_ways_of_attention_are_told_by_parts(
     attend = partial(fused_execute.attend, library)
     monkeypatch.setattr(fused_execute, "routes_taken", taken := {"decode: paged": Route("", 7)})
     monkeypatch.setattr(main_job.platform, "routes_taken", taken)
-    monkeypatch.setattr(attention.ops, "paged_attention", attend)
+    monkeypatch.setattr(paged.ops, "paged_attention", attend)
     schemes = [{"name": name, "kv_cache_dtype": name} for name in ("float16", "float32")]
     changes = {"schemes": schemes, "planted_bias": {"texts": 0}, "samples": {}}
     left_out = {"sweep": {"batches": []}, "perplexity": RECIPE["perplexity"] | {"formats": []}}

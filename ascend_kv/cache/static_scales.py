@@ -149,7 +149,9 @@ def _read_layer(
             names.append(zero_point)
         elif f"layers.{layer}.{zero_point}" in entries:
             hint = "These scales were made for an asymmetric format."
-            raise UsageError(FIELD, f"layers.{layer}.{zero_point}", "none with symmetric true", hint)
+            raise UsageError(
+                FIELD, f"layers.{layer}.{zero_point}", "none with symmetric true", hint
+            )
         for name in names:
             tensors[name] = _entry(entries, f"layers.{layer}.{name}", shape, spec)
     return tensors

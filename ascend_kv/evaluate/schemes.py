@@ -15,7 +15,7 @@ from ascend_kv.errors import RunError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.results import Budget, Measured, Predicted, Timeline
 from ascend_kv.evaluate.workload import Request
-from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec
+from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec, layer_format
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.plan.capacity import capacity
@@ -41,7 +41,7 @@ def make_budget(recipe: BenchRecipe, geometry: ModelGeometry, block_size: int) -
 def cache_options(recipe: BenchRecipe, kv_cache_dtype: str) -> dict[str, Any]:
     """Keyword arguments of ``LLM`` for one format; what is about scales in quantized ones only."""
     options = {"kv_cache_dtype": kv_cache_dtype, "pair_scaling": recipe.pair_scaling}
-    if kv_cache_dtype == "auto" or not format_spec(kv_cache_dtype).quantized:
+    if kv_cache_dtype == "auto" or not layer_format(kv_cache_dtype).quantized:
         return options | {"key_offset_layers": "none"}
     return options | {
         "granularity": recipe.granularity,
