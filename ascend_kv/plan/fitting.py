@@ -48,12 +48,7 @@ class Step(NamedTuple):
 
 FREE = ("layer_seconds", "token_seconds", "roofline_factor", "draft_seconds")
 """What can be fitted; ``roofline_factor`` is 1 / memory_efficiency."""
-_UNFITTED = {
-    "layer_seconds": 0.0,
-    "token_seconds": 0.0,
-    "roofline_factor": 1.0,
-    "draft_seconds": 0.0,
-}
+_UNFITTED = {name: float(name == "roofline_factor") for name in FREE}
 
 
 def _feature(step: Step, name: str) -> float:
@@ -75,31 +70,49 @@ def fit(steps: Sequence[Step], free: Sequence[str]) -> dict[str, float]:
     """
     assert len(steps) >= len(free), "more parameters than rows"
     values = dict(_UNFITTED)
+    fixed = [name for name in FREE if name not in free]
+    rows = []
+    for step in steps:
+        known = step.extra_seconds + sum(values[name] * _feature(step, name) for name in fixed)
+        rows.append(({name: _feature(step, name) for name in free}, step.seconds, known))
+    return values | least_relative_squares(rows, free)
+
+
+Row = tuple[Mapping[str, float], float, float]
+"""Features by name, what was measured, and how much of that is known already."""
+
+
+def least_relative_squares(rows: Sequence[Row], free: Sequence[str]) -> dict[str, float]:
+    """Factors, none negative, that make features match what was measured.
+
+    The sum of squares of (known + sum of factors x features - measured) / measured is smallest.
+    A factor that would be negative is 0; from the last name on, factors that the rows cannot tell
+    apart are 0 too.
+
+    Args:
+        rows: measurements.
+        free: the features' names, those that matter most first.
+    """
+    values = dict.fromkeys(free, 0.0)
     left = list(free)
     while left:
-        solution = _solve(steps, left, values)
+        solution = _solve(rows, left)
         if solution is None:
             left.pop()
             continue
         negative = [name for name, value in solution.items() if value < 0]
         if not negative:
             return values | solution
-        pinned = min(negative, key=solution.__getitem__)
-        values[pinned] = 0.0
-        left.remove(pinned)
+        left.remove(min(negative, key=solution.__getitem__))
     return values
 
 
-def _solve(
-    steps: Sequence[Step], free: Sequence[str], values: Mapping[str, float]
-) -> dict[str, float] | None:
-    """Normal equations of (predicted - measured) / measured; None where they are singular."""
-    fixed = [name for name in FREE if name not in free]
-    rows = []
-    for step in steps:
-        known = step.extra_seconds + sum(values[name] * _feature(step, name) for name in fixed)
-        features = [_feature(step, name) / step.seconds for name in free]
-        rows.append((features, (step.seconds - known) / step.seconds))
+def _solve(measured: Sequence[Row], free: Sequence[str]) -> dict[str, float] | None:
+    """Normal equations by Gaussian elimination; None where they are singular."""
+    rows = [
+        ([features[name] / seconds for name in free], (seconds - known) / seconds)
+        for features, seconds, known in measured
+    ]
     # Columns of one length each, so that a singular system shows as a pivot near 0.
     lengths = [sum(row[i] ** 2 for row, _ in rows) ** 0.5 for i in range(len(free))]
     if not all(lengths):

@@ -1,4 +1,4 @@
-"""The model that a plan is about: its configuration, geometry and weights, and where they are from."""
+"""The model that a plan is about: configuration, geometry and weights, and where they are from."""
 
 from __future__ import annotations
 

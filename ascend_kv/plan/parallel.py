@@ -71,11 +71,8 @@ def choose_parallel(
         UsageError: numbers below 1, a product that is not ``cards``, or a tensor size that the
             heads do not divide by; names the nearest that do.
     """
-    for name, given in (
-        ("--cards", cards),
-        ("--tensor-parallel", tensor),
-        ("--data-parallel", data),
-    ):
+    sizes = {"--cards": cards, "--tensor-parallel": tensor, "--data-parallel": data}
+    for name, given in sizes.items():
         if given is not None:
             at_least_one(name, given)
     if cards is None:
@@ -85,9 +82,10 @@ def choose_parallel(
     else:
         chosen = Parallel(max(1, cards // (data or 1)), data or 1)
     if cards is not None and chosen.cards != cards:
-        given = f"{chosen.tensor} x {chosen.data}"
         raise UsageError(
-            "--tensor-parallel and --data-parallel", given, f"two that make {cards} cards together"
+            "--tensor-parallel and --data-parallel",
+            f"{chosen.tensor} x {chosen.data}",
+            f"two that make {cards} cards together",
         )
     if not divides(geometry, chosen.tensor):
         raise _refusal(geometry, chosen)

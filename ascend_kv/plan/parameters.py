@@ -110,8 +110,9 @@ def count_parameters(config: Mapping[str, Any], geometry: ModelGeometry) -> Para
     """The weights of a model, counted from its configuration.
 
     Llama, Mistral, Qwen2, Qwen3, Gemma 3 and mixtures of experts of them: four projections in
-    attention; a gate, an up and a down matrix in each feed-forward part. Qwen2 has biases on query,
-    key and value projections, Qwen3 two norms of head_dim a layer. DeepSeek: ``deepseek_attention``.
+    attention; a gate, an up and a down matrix in each feed-forward part. Qwen2 has biases on
+    query, key and value projections, Qwen3 two norms of head_dim a layer. For DeepSeek's attention
+    see ``deepseek_attention``.
 
     Args:
         config: a Hugging Face ``config.json``.
@@ -182,9 +183,8 @@ def deepseek_attention(config: Mapping[str, Any]) -> int:
     output = out_rank * (heads * dim + _need(config, "o_groups") * hidden)
     every = query + output + hidden * dim
     kinds = list(config["layer_types"])
-    sparse, heavy = (
-        kinds.count(f"{kind}_attention") for kind in ("compressed_sparse", "heavily_compressed")
-    )
+    sparse = kinds.count("compressed_sparse_attention")
+    heavy = kinds.count("heavily_compressed_attention")
     compressor = 2 * hidden * dim  # key and gate
     index_compressor = 2 * 2 * hidden * index_dim - hidden * index_dim  # in place of its one key
     return (

@@ -18,6 +18,7 @@ need more than there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ascend_kv.plan.hardware import Hardware
@@ -115,7 +116,7 @@ class ServedModel(NamedTuple):
     def operations(self, load: Load) -> float:
         """Multiplications and additions of the matrices and of attention."""
         parameters = self.parameters
-        # The output matrix multiplies the last token of each sequence only.
+        # Of a prompt the output matrix multiplies the last token only: left out.
         inner = parameters.active - parameters.output
         matrices = 2 * (inner * load.tokens + parameters.output * load.decodes)
         pairs = load.decode_context + load.prefill_pairs
@@ -170,9 +171,18 @@ def step_time(model: ServedModel, load: Load, hardware: Hardware, costs: Costs) 
     return StepTime(seconds, parts, max(parts, key=parts.__getitem__))
 
 
+Clock = Callable[[Load], StepTime]
+"""The time of a step that does so much."""
+
+
 def has_rates(hardware: Hardware) -> bool:
     """Whether a step's time can be predicted for a card at all."""
     return hardware.hbm_bytes_per_second is not None and hardware.cube_flops is not None
+
+
+def roofline_clock(model: ServedModel, hardware: Hardware, costs: Costs) -> Clock:
+    """``step_time`` of one model on one card."""
+    return lambda load: step_time(model, load, hardware, costs)
 
 
 class Latency(NamedTuple):
@@ -181,7 +191,7 @@ class Latency(NamedTuple):
     Attributes:
         ttft_seconds: until the first token of a prompt that comes alone.
         tpot_seconds: between two tokens, while ``batch`` sequences decode.
-        tokens_per_second: of all copies together.
+        tokens_per_second: of all copies together, decoding.
         bound: what most of a decode step is due to.
     """
 
@@ -192,9 +202,7 @@ class Latency(NamedTuple):
 
 
 def latency(
-    model: ServedModel,
-    hardware: Hardware,
-    costs: Costs,
+    clock: Clock,
     *,
     batch: int,
     prompt_tokens: int,
@@ -205,7 +213,7 @@ def latency(
     """TTFT, TPOT and throughput at one batch.
 
     Args:
-        model, hardware, costs: as for ``step_time``.
+        clock: of one copy of the model.
         batch: sequences that decode at once in each copy.
         prompt_tokens: length of a prompt.
         context_tokens: what a decoding sequence attends to, on the average.
@@ -216,9 +224,7 @@ def latency(
     while done < prompt_tokens:
         chunk = min(max_num_batched_tokens, prompt_tokens - done)
         pairs = chunk * done + chunk * (chunk + 1) // 2
-        last = done + chunk == prompt_tokens
-        load = Load(int(last), 0, chunk - int(last), pairs)
-        ttft += step_time(model, load, hardware, costs).seconds
+        ttft += clock(Load(0, 0, chunk, pairs)).seconds
         done += chunk
-    step = step_time(model, Load(batch, round(batch * context_tokens)), hardware, costs)
+    step = clock(Load(batch, round(batch * context_tokens)))
     return Latency(ttft, step.seconds, copies * batch / step.seconds, step.bound)

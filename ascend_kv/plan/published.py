@@ -144,9 +144,8 @@ def swap_row() -> SwapRow:
     values = fit(study.steps, study.free)
     hardware = HARDWARE["910B1"]
     read, layers = _dense_read("qwen2.5-7b", "float16")
-    whole = Step(
-        "", batch / rate, layers, batch, (read + kv) / (hardware.hbm_bytes_per_second or 1)
-    )
+    roofline = (read + kv) / (hardware.hbm_bytes_per_second or 0.0)
+    whole = Step("", batch / rate, layers, batch, roofline)
     seconds = predict_seconds(whole, values)
     capped = study.steps[2]
     return SwapRow(

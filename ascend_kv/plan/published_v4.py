@@ -72,6 +72,25 @@ def v4_cache_read(name: str, context: int, entry_bytes: float, index_bytes: floa
     return window + chosen + index + heavy * (context // 128) * dim * entry_bytes
 
 
+def v4_cache_bytes(name: str, context: int) -> dict[str, int]:
+    """What DeepSeek-V4 keeps of one sequence in bfloat16, by kind.
+
+    One key that is the value too; a compressed entry for every 4 or 128 tokens; beside each CSA
+    entry the indexer's own key; a window in every layer.
+    """
+    config = BUILTIN_MODELS[name].config
+    kinds = list(config["layer_types"])
+    sparse = kinds.count("compressed_sparse_attention")
+    heavy = kinds.count("heavily_compressed_attention")
+    dim, index_dim = config["head_dim"], config["index_head_dim"]
+    return {
+        "windows": len(kinds) * min(context, config["sliding_window"]) * dim * 2,
+        "CSA entries": sparse * (context // 4) * dim * 2,
+        "indexer keys": sparse * (context // 4) * index_dim * 2,
+        "HCA entries": heavy * (context // 128) * dim * 2,
+    }
+
+
 def _v4_study(name: str, label: str, rows: Sequence[_V4Row]) -> Study:
     """Rows of one model in one weight format; A3 rows are INT8 on cards of two dies."""
     config = BUILTIN_MODELS[name].config
@@ -86,9 +105,8 @@ def _v4_study(name: str, label: str, rows: Sequence[_V4Row]) -> Study:
         tokens = sequences * (1 + drafts)
         reached = 1 - (1 - share) ** (tokens * parts)
         cached = sequences * v4_cache_read(name, context, 2 if a3 else 1, 1)
-        moved = (
-            (attention + output) * bits / 8 + reached * routed * expert_bits / 8 / parts + cached
-        )
+        experts = reached * routed * expert_bits / 8 / parts
+        moved = (attention + output) * bits / 8 + experts + cached
         row = f"batch {batch}, {context:,} tokens, {drafts} draft{'s' * (drafts > 1)}"
         steps.append(
             Step(
