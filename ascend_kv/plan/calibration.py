@@ -1,17 +1,19 @@
 """How long the engine's steps take on one machine, measured there: the performance model of a CPU.
 
-    step = step_seconds + decodes * decode_seconds + prefill_tokens * prefill_token_seconds
+    step = curve(decodes) + prefill_tokens * prefill_token_seconds
          + decode_context * context_seconds + prefill_pairs * pair_seconds
 
-The five are fitted to steps that the engine really ran (``evaluate.calibrate_steps``), one set for
-each cache format, since reading the cache costs what the format costs.
+The curve goes through a few batches and is straight between them: a processor's matrix products of
+few rows cost anything but a constant for each row. All values are fitted to steps that the engine
+really ran (``evaluate.calibrate_steps``), one set for each cache format, since reading the cache
+costs what the format costs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +22,8 @@ from ascend_kv.plan.fitting import least_relative_squares
 from ascend_kv.plan.performance import Clock, Load, StepTime
 
 SCHEMA = "ascend_kv.calibration/1"
-_FEATURES = {
-    "step_seconds": "step",
-    "decode_seconds": "tokens",
-    "prefill_token_seconds": "prompt",
-    "context_seconds": "cache",
-    "pair_seconds": "prompt's attention",
-}
-"""Parameter -> what it is called where it bounds a step."""
+BATCHES = (0, 1, 4, 8, 16, 32)
+"""Decoding sequences at which the curve has its corners."""
 
 
 class MeasuredStep(NamedTuple):
@@ -42,16 +38,15 @@ class StepCosts:
     """Of one cache format on one machine, in seconds.
 
     Attributes:
-        step_seconds: of a step, whatever it does.
-        decode_seconds: of each sequence that brings one token.
+        curve_seconds: of a step without prompts at each of ``BATCHES``; beyond the last it goes on
+            with the mean slope of the whole curve.
         prefill_token_seconds: of each token of a prompt.
         context_seconds: of each token that a decoding sequence attends to.
         pair_seconds: of each pair of a prompt's token and one it attends to.
         spread: half of the steps were this share or less away from the fit.
     """
 
-    step_seconds: float
-    decode_seconds: float
+    curve_seconds: tuple[float, ...]
     prefill_token_seconds: float
     context_seconds: float
     pair_seconds: float
@@ -59,17 +54,37 @@ class StepCosts:
 
     def step_time(self, load: Load, factor: float = 1.0) -> StepTime:
         """The time of a step; ``factor`` for the ends of the range."""
+        shares = _curve_shares(min(load.decodes, BATCHES[-1]))
+        slope = max(0.0, self.curve_seconds[-1] - self.curve_seconds[0]) / BATCHES[-1]
+        beyond = max(0, load.decodes - BATCHES[-1]) * slope
         parts = {
-            _FEATURES[name]: factor * value * getattr(self, name)
-            for name, value in _features(load).items()
+            "step": shares[0] * self.curve_seconds[0],
+            "tokens": beyond
+            + sum(
+                share * seconds
+                for share, seconds in zip(shares[1:], self.curve_seconds[1:], strict=True)
+            ),
+            "prompt": load.prefill_tokens * self.prefill_token_seconds,
+            "cache": load.decode_context * self.context_seconds,
+            "prompt's attention": load.prefill_pairs * self.pair_seconds,
         }
+        parts = {name: factor * seconds for name, seconds in parts.items()}
         return StepTime(sum(parts.values()), parts, max(parts, key=parts.__getitem__))
 
 
+def _curve_shares(decodes: int) -> list[float]:
+    """How much each corner of the curve has to do with a step of so many sequences."""
+    shares = [0.0] * len(BATCHES)
+    above = next((i for i, batch in enumerate(BATCHES) if batch > decodes), len(BATCHES) - 1)
+    left, right = BATCHES[above - 1], BATCHES[above]
+    shares[above] = (decodes - left) / (right - left)
+    shares[above - 1] = 1 - shares[above]
+    return shares
+
+
 def _features(load: Load) -> dict[str, float]:
-    return {
-        "step_seconds": 1.0,
-        "decode_seconds": float(load.decodes),
+    corners = {f"at {n}": x for n, x in zip(BATCHES, _curve_shares(load.decodes), strict=True)}
+    return corners | {
         "prefill_token_seconds": float(load.prefill_tokens),
         "context_seconds": float(load.decode_context),
         "pair_seconds": float(load.prefill_pairs),
@@ -83,9 +98,11 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> StepCosts:
         steps: with and without prompts, of several batches and contexts.
     """
     rows = [(_features(step.load), step.seconds, 0.0) for step in steps]
-    costs = StepCosts(**least_relative_squares(rows, list(_FEATURES)), spread=0.0)
+    found = least_relative_squares(rows, list(rows[0][0]))
+    curve = tuple(found.pop(f"at {batch}") for batch in BATCHES)
+    costs = StepCosts(curve, **found, spread=0.0)
     errors = sorted(abs(costs.step_time(step.load).seconds / step.seconds - 1) for step in steps)
-    return StepCosts(**{**asdict(costs), "spread": errors[len(errors) // 2]})
+    return replace(costs, spread=errors[len(errors) // 2])
 
 
 @dataclass(frozen=True)
@@ -141,7 +158,10 @@ def read_calibration(path: Path) -> Calibration:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}")
-        formats = {name: StepCosts(**costs) for name, costs in content["formats"].items()}
+        formats = {
+            name: StepCosts(**{**costs, "curve_seconds": tuple(costs["curve_seconds"])})
+            for name, costs in content["formats"].items()
+        }
         return Calibration(content["machine"], content["model"], formats)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         legal = f"a file that --save-calibration wrote ({SCHEMA})"
