@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ascend_kv import __version__
 from ascend_kv.errors import RunError, UsageError
+from ascend_kv.evaluate import plan_arguments
 
 INTERRUPTED = 130
 
@@ -36,17 +37,6 @@ Examples:
   ascend-kv bench recipes/qwen_910b.yaml --quick --json > result.json
 
 Every key of the recipe is explained in it; report.json is explained beside it, in qwen_910b.md.
-"""
-
-_PLAN_EXAMPLES = """\
-What it does:
-  Says how many sequences a KV budget holds, by allocator and cache format, from the model's
-  config alone: no weights are read and nothing runs. All figures are predictions.
-
-Examples:
-  ascend-kv plan ~/models/Qwen2.5-7B-Instruct --memory 16GiB --max-model-len 8192
-  ascend-kv plan model.gguf --memory 90MiB --prompt 100 --output 160 --block-size 16
-  ascend-kv plan Qwen/Qwen2.5-7B-Instruct --memory 7GiB --device 910B3 --explain
 """
 
 _DOCTOR_EXAMPLES = """\
@@ -150,39 +140,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add_command(
-        commands, "plan", "say how many sequences a KV budget holds", _PLAN_EXAMPLES
-    )
+    parser = _add_command(commands, "plan", plan_arguments.SUMMARY, plan_arguments.EXAMPLES)
     parser.set_defaults(command=_plan)
-    parser.add_argument("model", help="directory, config.json, hub id or .gguf file")
-    parser.add_argument("--memory", required=True, help="KV budget: 90MB, 1.5GiB, bytes")
-    parser.add_argument(
-        "--max-model-len", type=int, default=1024, metavar="TOKENS", help="longest sequence (1024)"
-    )
-    parser.add_argument(
-        "--prompt", type=int, default=100, metavar="TOKENS", help="mean prompt (100)"
-    )
-    parser.add_argument(
-        "--output", type=int, default=160, metavar="TOKENS", help="mean output (160)"
-    )
-    parser.add_argument(
-        "--formats", default="float16,int8", help="cache formats, with commas (float16,int8)"
-    )
-    parser.add_argument("--granularity", default="token_head", help="what shares a scale")
-    parser.add_argument("--group-size", type=int, metavar="CHANNELS", help="for granularity group")
-    parser.add_argument("--asymmetric", action="store_true", help="a zero point with every scale")
-    parser.add_argument(
-        "--skip-layers",
-        default="",
-        metavar="LAYERS",
-        help="not quantized, with commas; --skip-layers=-1,0 are the last and the first",
-    )
-    parser.add_argument("--scale-type", default="dynamic", help="dynamic or static (dynamic)")
-    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="default: the device's")
-    parser.add_argument("--device", default="cpu", help="cpu, 910B1 to 910B4, 950 (cpu)")
-    parser.add_argument(
-        "--explain", action="store_true", help="where the bytes of a token come from"
-    )
+    plan_arguments.add_arguments(parser)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -237,36 +197,9 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from ascend_kv.evaluate.console import print_table, table_console
-    from ascend_kv.evaluate.planning import plan_command
-    from ascend_kv.user_values import parse_bytes
+    from ascend_kv.evaluate.plan_command import run_plan
 
-    table, explanation = plan_command(
-        options.model,
-        parse_bytes(options.memory, "--memory"),
-        max_model_len=options.max_model_len,
-        lengths=(options.prompt, options.output),
-        formats=[name.strip() for name in options.formats.split(",")],
-        granularity=options.granularity,
-        symmetric=not options.asymmetric,
-        scale_type=options.scale_type,
-        group_size=options.group_size,
-        skip_layers=_layers(options.skip_layers),
-        block_size=options.block_size,
-        device=options.device,
-        explain=options.explain,
-    )
-    console = table_console()
-    print_table(table, console)
-    if explanation:
-        console.print(explanation, markup=False, highlight=False)
-
-
-def _layers(given: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(layer) for layer in given.split(",")) if given.strip() else ()
-    except ValueError:
-        raise UsageError("--skip-layers", given, "layer numbers with commas, such as 0,1") from None
+    run_plan(options)
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -74,25 +74,40 @@ def load_geometry(model: str | os.PathLike[str]) -> ModelGeometry:
         UsageError: there is no such model, or no network to fetch it; says what to do.
         UnsupportedModelError: as ``geometry_from_config``, or the weights do not confirm it.
     """
+    return load_config(model)[1]
+
+
+def load_config(model: str | os.PathLike[str]) -> tuple[dict[str, Any], ModelGeometry]:
+    """A model's configuration under Hugging Face's field names, and the geometry it gives.
+
+    Args:
+        model: as for ``load_geometry``.
+
+    Raises:
+        UsageError, UnsupportedModelError: as ``load_geometry``.
+    """
     path = _given(model)
     if path.suffix == ".gguf":
-        return geometry_from_gguf(path)
+        header = _read_whole_gguf(path)
+        return _gguf_config(header), _confirmed_gguf(header)
     if path.is_dir():
         if not (path / "config.json").exists():
             raise UsageError("model", str(model), _LEGAL_MODELS, _what_lies_there(path))
-        geometry = geometry_from_config(read_json(path / "config.json"))
+        config = read_json(path / "config.json")
+        geometry = geometry_from_config(config)
         if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
             confirm_key_shapes(geometry, read_key_shapes(path))
-        return geometry
-    if path.is_file():
-        return geometry_from_config(read_json(path))
+        return config, geometry
+    if not path.is_file():
 
-    def download(repository: str) -> str:
-        from huggingface_hub import hf_hub_download
+        def download(repository: str) -> str:
+            from huggingface_hub import hf_hub_download
 
-        return hf_hub_download(repository, "config.json")
+            return hf_hub_download(repository, "config.json")
 
-    return geometry_from_config(read_json(_from_hub(model, download)))
+        path = _from_hub(model, download)
+    config = read_json(path)
+    return config, geometry_from_config(config)
 
 
 def geometry_from_gguf(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -104,7 +119,10 @@ def geometry_from_gguf(path: str | os.PathLike[str]) -> ModelGeometry:
         UsageError: not a GGUF file, or a damaged one.
         UnsupportedModelError: an unknown architecture, a missing key, or weights that disagree.
     """
-    header = _read_whole_gguf(path)
+    return _confirmed_gguf(_read_whole_gguf(path))
+
+
+def _confirmed_gguf(header: GGUFHeader) -> ModelGeometry:
     geometry = geometry_from_config(_gguf_config(header))
     confirm_key_shapes(geometry, header.tensors)
     return geometry
@@ -213,6 +231,8 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "hidden_size": number("embedding_length"),
         "max_position_embeddings": number("context_length"),
         "vocab_size": embedding[0] if embedding else tokens,
+        "intermediate_size": header.values.get(f"{architecture}.feed_forward_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_scaling": {"rope_type": rope_type} if rope_type else None,
     }
 

@@ -151,7 +151,7 @@ def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
         (
             ["plan", "MODEL", *PLAN, "--device", "910B3", "--memory", "64.1GiB"],
             2,
-            "--memory: got '64.10 GiB'; legal: at most 64.00 GiB, what a 910B3 has",
+            "--memory: got '64.10 GiB'; legal: at most ",
         ),
         (["plan", "MODEL", *PLAN, "--formats", "int3"], 2, "--formats: got 'int3'"),
         (["plan", "MODEL", *PLAN, "--formats", ""], 2, "--formats: got ''; legal: auto, "),
@@ -238,36 +238,57 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Examples:" in shown and f"  ascend-kv {command} " in shown
 
 
+def plan_policies(
+    model: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> dict[str, dict[str, Any]]:
+    """The policies of ``ascend-kv plan --json`` by scheme, with blocks of four tokens."""
+    arguments = ["plan", str(model), *PLAN, "--block-size", "4", "--json", *options]
+    assert cli.main(arguments) == 0
+    policies = json.loads(capsys.readouterr().out)["policies"]
+    return {policy["scheme"]: policy for policy in policies}
+
+
 def test_plan_counts_sequences(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(model), *PLAN, "--block-size", "4"]) == 0
-    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = {" ".join(row[:2]): row[2:] for row in cells if len(row) > 8}
+    policies = plan_policies(model, capsys)
     # 3 layers, 2 KV heads of 8: 192 bytes a token in half precision, 96 + 48 of scales in INT8
-    assert rows["paged float16"][0] == "192"
-    assert rows["paged int8/token_head"][0] == "144"
+    paged, contiguous = (policies["float16"][name] for name in ("paged", "contiguous"))
+    assert paged["token_bytes"] == 192
+    assert policies["int8/token_head"]["paged"]["token_bytes"] == 144
     # 1,000,000 bytes // (4 x 192) = 1,302 blocks; 16 blocks hold 64 tokens, 8 hold the 31 that
     # are stored of 20 + 12
-    assert rows["paged float16"][1:4] == ["1,302", "of", "4"]
-    assert rows["contiguous float16"][-3:] == ["81", "81.0", "81.0"]
-    assert rows["paged float16"][-3:-1] == ["81", "162.8"]
+    assert paged["num_blocks"] == 1302
+    assert (paged["sequences_full_length"], paged["sequences_mean"]) == (81, 1302 / 8)
+    assert (contiguous["sequences_full_length"], contiguous["sequences_live"]) == (81, 81.0)
+    # 5, 5 and then 6, 7, 8 blocks in 12 steps: from the next sequence on some are preempted
+    assert policies["float16"]["preemption_from"] == int(paged["sequences_live"]) + 1
+    assert policies["float16"]["longest_context"] == 256  # the model's; the cache has 5,208 slots
+
+
+def test_plan_shows_the_same_as_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(model), *PLAN, "--block-size", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "Memory of one cpu (predicted)" in shown
+    (row,) = [line.split() for line in shown.splitlines() if "paged float16" in line]
+    assert row[2:6] == ["192", "1,302", "of", "4"]
+    assert "add --calibrate" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
     ("options", "scheme", "token_bytes", "blocks"),
     [
         # 96 + 2 scales of 4 bytes a vector; 1,000,000 // (4 x 192)
-        (["--granularity", "group", "--group-size", "4"], "int8/group4", "192", "1,302"),
+        (["--granularity", "group", "--group-size", "4"], "int8/group4", 192, 1302),
         # 3 layers x 2 sides x 2 heads x 8 channels x 4 bytes once: (1,000,000 - 384) // (4 x 96)
         (
             ["--granularity", "channel", "--scale-type", "static"],
             "int8/channel/static",
-            "96",
-            "2,603",
+            96,
+            2603,
         ),
         # 96 + a scale and a zero point of 4 bytes a vector
-        (["--asymmetric"], "int8/token_head/asymmetric", "192", "1,302"),
+        (["--asymmetric"], "int8/token_head/asymmetric", 192, 1302),
         # the last layer in float32, 128 bytes; two at 32 + 16: 1,000,000 // (4 x 224)
-        (["--skip-layers=-1"], "2 x int8/token_head, 1 x float32", "224", "1,116"),
+        (["--skip-layers=-1"], "2 x int8/token_head, 1 x float32", 224, 1116),
     ],
 )
 def test_plan_knows_every_kind_of_scale(
@@ -275,14 +296,11 @@ def test_plan_knows_every_kind_of_scale(
     capsys: pytest.CaptureFixture[str],
     options: list[str],
     scheme: str,
-    token_bytes: str,
-    blocks: str,
+    token_bytes: int,
+    blocks: int,
 ) -> None:
-    assert cli.main(["plan", str(model), *PLAN, "--block-size", "4", *options]) == 0
-    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
-    words = len(scheme.split()) + 1
-    rows = {" ".join(row[:words]): row[words:] for row in cells if len(row) > 8}
-    assert rows[f"paged {scheme}"][:2] == [token_bytes, blocks]
+    plan = plan_policies(model, capsys, *options)[scheme]["paged"]
+    assert (plan["token_bytes"], plan["num_blocks"]) == (token_bytes, blocks)
 
 
 def test_plan_explains_both_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

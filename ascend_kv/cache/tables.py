@@ -101,7 +101,7 @@ class PagedTables(SequenceTables):
         known = self._tables.get(sequence)
         table = [] if known is None else known
         missing = self._blocks_for(num_tokens) - len(table)
-        if missing <= 0 and known is not None:
+        if missing <= 0 and known is not None:  # most steps of most sequences
             return True
         if missing > self.pool.num_free:
             return False

@@ -1,9 +1,10 @@
 """The main job: schemes side by side under one KV budget, then what they cost in quality.
 
-Order of a run: plan, schemes as the recipe lists them (each warmed up before it is timed), decode
-sweep, perplexity, planted key bias (on a model of its own), samples. The rest shares one set of
-weights. ``report.json`` is written after every part, so that a run that breaks off has lost
-nothing but the part it was in.
+Order of a run: plan, calibration (steps of the engine, so that speed can be predicted), schemes as
+the recipe lists them (each warmed up before it is timed), decode sweep, perplexity, planted key
+bias (on a model of its own), samples. The rest shares one set of weights. ``report.json`` is
+written after every part, so that a run that breaks off has lost nothing but the part
+it was in.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate import default_model
+from ascend_kv.evaluate.calibrate_steps import NUM_PARTS, measure_costs
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
@@ -40,9 +42,11 @@ from ascend_kv.evaluate.results import (
 )
 from ascend_kv.evaluate.samples import generate_samples, sample_prompts
 from ascend_kv.evaluate.schemes import (
+    cache_options,
     layer_formats,
     make_budget,
     predict,
+    predict_speed,
     roomy_llm,
     run_scheme,
 )
@@ -78,6 +82,7 @@ def run_main_job(
     text = load_text(text_path)
     job = _MainJob(recipe, text, quick, log)
     for part in (
+        job.run_calibration,
         job.run_schemes,
         job.run_sweep,
         job.run_perplexity,
@@ -186,8 +191,31 @@ class _MainJob:
                     AttentionRoute(part, words, calls, route.reason)
                 )
 
+    def run_calibration(self) -> Iterator[str]:
+        """Time steps of the engine with every format, so that each scheme's speed is predicted.
+
+        As all parts it yields the name of what is done.
+        """
+        recipe = self.recipe
+        for name in dict.fromkeys(scheme.kv_cache_dtype for scheme in recipe.schemes):
+            options = cache_options(recipe, name) | {"block_size": self.block_size}
+            with self.log.bar(f"calibration, {name}", NUM_PARTS, "parts") as advance:
+                costs = measure_costs(self.loaded, options, recipe.max_model_len, advance)
+            self.plans = [
+                replace(
+                    plan,
+                    tokens_per_second=predict_speed(
+                        recipe, scheme, plan, self.budget, self.requests, costs
+                    ),
+                )
+                if scheme.kv_cache_dtype == name
+                else plan
+                for scheme, plan in zip(recipe.schemes, self.plans, strict=True)
+            ]
+        yield "calibration"
+
     def run_schemes(self) -> Iterator[str]:
-        """Serve the requests with every scheme; as all parts, yields the name of what is done."""
+        """Serve the requests with every scheme."""
         schemes = self.result.schemes
         for scheme, plan in zip(self.recipe.schemes, self.plans, strict=True):
             tokens = self.result.workload.generated_tokens

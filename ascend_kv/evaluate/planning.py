@@ -1,19 +1,39 @@
-"""``ascend-kv plan``: how many sequences a budget holds, by scheme; loads no torch."""
+"""``ascend-kv plan``: what fits, how many at once and how fast, by policy; loads no torch.
+
+Only ``--calibrate`` does, which runs the engine.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from ascend_kv.config import ALLOCATORS, CacheConfig, resolve_block_size, resolve_formats
-from ascend_kv.devices import Device, get_device
+from ascend_kv.config import CacheConfig, SchedulerConfig
 from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.evaluate.plan_arguments import whole_numbers
 from ascend_kv.geometry import FORMATS
-from ascend_kv.model_files import load_geometry
-from ascend_kv.plan.capacity import capacity, describe_formats, explain_memory
-from ascend_kv.user_values import format_bytes
+from ascend_kv.plan.calibration import Calibration, read_calibration
+from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.plan.deployment import (
+    ClockMaker,
+    Deployment,
+    Policy,
+    plan_policy,
+    roofline_clocks,
+)
+from ascend_kv.plan.hardware import get_hardware
+from ascend_kv.plan.memory import Serving
+from ascend_kv.plan.models import PlannedModel, find_planned_model
+from ascend_kv.plan.parallel import choose_parallel
+from ascend_kv.plan.parameters import weight_format
+from ascend_kv.plan.published import stacks
+from ascend_kv.plan.traces import Arrival, lengths_of, poisson_trace, read_trace
+from ascend_kv.user_values import parse_bytes
 
+DEFAULT_MAX_MODEL_LEN = 8192
 _FLAGS = {
     "kv_cache_dtype": "--formats",
     "kv_cache_memory_bytes": "--memory",
@@ -22,128 +42,166 @@ _FLAGS = {
     "scale_type": "--scale-type",
     "group_size": "--group-size",
     "block_size": "--block-size",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "prompt": "--prompt",
     "device": "--device",
 }
 """What the command line calls the fields that an error may name."""
 
 
-def plan_command(
-    model: str,
-    memory_bytes: int,
-    *,
-    max_model_len: int,
-    lengths: tuple[int, int],
-    formats: Sequence[str],
-    granularity: str,
-    symmetric: bool,
-    scale_type: str,
-    group_size: int | None,
-    skip_layers: tuple[int, ...],
-    block_size: int | None,
-    device: str,
-    explain: bool,
-) -> tuple[TextTable, str]:
-    """A table of every allocator with every format, and the explanation when it is wanted.
+class Plan(NamedTuple):
+    """Everything the command found, ready to be shown.
+
+    Attributes:
+        deployment: what was planned.
+        policies: one for each format.
+        arrivals: the requests, drawn or read.
+        calibration: of this machine, where there is one.
+    """
+
+    deployment: Deployment
+    policies: list[Policy]
+    arrivals: list[Arrival]
+    calibration: Calibration | None
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Plan what the flags ask for.
 
     Args:
-        model: directory, ``config.json``, hub id or ``.gguf`` file.
-        memory_bytes: the KV budget.
-        max_model_len: longest sequence, in tokens.
-        lengths: mean prompt and output, in tokens.
-        formats: names of cache formats; ``auto`` is the model's own type.
-        granularity: what shares a scale in quantized formats.
-        symmetric: quantized without zero points.
-        scale_type: dynamic or static.
-        group_size: channels that share a scale, with granularity group.
-        skip_layers: layers that quantized formats leave in the model's own type.
-        block_size: tokens a block; None: the device's default.
-        device: a name that ``devices.get_device`` knows.
-        explain: whether to say where the bytes of a token come from.
+        options: from ``plan_arguments.add_arguments``.
 
     Raises:
-        UsageError: names the flag of a value that is not legal, of a budget too small for one
-            sequence, or of one that the device has not got.
+        UsageError: names the flag of a value that is not legal, or what does not fit.
     """
-    geometry = load_geometry(model)
-    longest = geometry.max_position_tokens
+    kv_bytes = parse_bytes(options.memory, "--memory") if options.memory else None
+    model = find_planned_model(options.model)
+    serving = _serving(options, model)
+    arrivals = _arrivals(options, serving.max_model_len)
+    device, hardware = get_hardware(options.device)
+    geometry = model.geometry
+    deployment = Deployment(
+        model=model,
+        weights=weight_format(options.weights, geometry.dtype),
+        parallel=choose_parallel(
+            geometry, options.cards, options.tensor_parallel, options.data_parallel
+        ),
+        device=device,
+        hardware=hardware,
+        serving=serving,
+        lengths=lengths_of(arrivals),
+        kv_bytes=kv_bytes,
+    )
+    caches = _caches(options)
+    calibration = _calibration(options, deployment, caches)
+    maker = _calibrated_clocks(calibration) if calibration else roofline_clocks(
+        {name: costs for name, (costs, _) in stacks().items()}
+    )  # fmt: skip
+    policies = []
+    for cache in caches:
+        with named_as_flags():
+            policies.append(plan_policy(deployment, cache, maker))
+    return Plan(deployment, policies, arrivals, calibration)
+
+
+def _serving(options: argparse.Namespace, model: PlannedModel) -> Serving:
+    longest = model.geometry.max_position_tokens
+    max_model_len = options.max_model_len
+    if max_model_len is None:
+        max_model_len = min(DEFAULT_MAX_MODEL_LEN, longest)
     if not 2 <= max_model_len <= longest:
         raise UsageError("--max-model-len", max_model_len, f"2 to {longest} in this model")
-    _check_lengths(*lengths, max_model_len)
-    with _named_as_flags():
-        kind = get_device(device)
-    _check_memory(memory_bytes, kind)
-    rows: list[tuple[str, ...]] = []
-    explained: list[str] = []
-    for name in formats:
-        with _named_as_flags():
-            cache = CacheConfig(
-                kv_cache_dtype=name,
-                granularity=granularity,
-                symmetric=symmetric,
-                scale_type=scale_type,
-                group_size=group_size,
-                kv_cache_dtype_skip_layers=() if name in ("auto", *FORMATS) else skip_layers,
-                block_size=block_size,
-            )
-            layers = resolve_formats(geometry, cache, geometry.dtype)
-            size = resolve_block_size(cache, kind, layers)
-        for line in explain_memory(geometry, layers, max_model_len).splitlines():
-            if line not in explained:  # what holds for every format is said once
-                explained.append(line)
-        for allocator in ALLOCATORS:
-            with _named_as_flags():
-                plan = capacity(
-                    geometry, layers, memory_bytes, size, allocator, max_model_len, [lengths]
-                )
-            rows.append(
-                (
-                    f"{allocator} {describe_formats(layers)}",
-                    f"{plan.token_bytes:,}",
-                    f"{plan.num_blocks:,} of {size}",
-                    format_bytes(plan.kv_bytes),
-                    f"{plan.sequences_full_length:,}",
-                    f"{plan.sequences_mean:,.1f}",
-                    f"{plan.sequences_live:,.1f}",
-                )
-            )
-    table = TextTable(
-        f"Sequences at once in {format_bytes(memory_bytes)} (predicted from geometry)",
-        (
-            "scheme",
-            "bytes a token",
-            "blocks",
-            "KV memory",
-            f"all {max_model_len:,} tokens long",
-            f"all {sum(lengths):,} long",
-            "while growing",
-        ),
-        rows,
-        [
-            f"Requests of {lengths[0]:,} prompt and {lengths[1]:,} output tokens. While growing: "
-            "a paged sequence holds fewer blocks at its beginning than at its end."
-        ],
+    if not 0 < options.memory_utilization <= 1:
+        raise UsageError("--memory-utilization", options.memory_utilization, "above 0, at most 1")
+    with named_as_flags():
+        limits = SchedulerConfig(
+            max_model_len, options.max_num_seqs, options.max_num_batched_tokens
+        )
+    return Serving(
+        max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        options.memory_utilization,
     )
-    return table, "\n".join(explained) if explain else ""
 
 
-def _check_lengths(prompt: int, output: int, max_model_len: int) -> None:
+def _arrivals(options: argparse.Namespace, max_model_len: int) -> list[Arrival]:
+    if options.trace is not None:
+        return read_trace(options.trace, max_model_len)
+    prompt, output = options.prompt, options.output
     for flag, given in (("--prompt", prompt), ("--output", output)):
         if given < 1:
             raise UsageError(flag, given, "1 or more")
     if prompt + output > max_model_len:
         legal = f"at most --max-model-len = {max_model_len} together"
         raise UsageError("--prompt and --output", f"{prompt} + {output}", legal)
+    rate = _rate(options.simulate)
+    return poisson_trace(
+        options.requests, rate, prompt, output, options.sigma, max_model_len, options.seed
+    )
 
 
-def _check_memory(memory_bytes: int, device: Device) -> None:
-    has = device.memory_bytes
-    if has is not None and memory_bytes > has:
-        legal = f"at most {format_bytes(has)}, what a {device.name} has for weights and cache"
-        raise UsageError("--memory", format_bytes(memory_bytes), legal)
+def _rate(given: str | None) -> float:
+    try:
+        rate = math.inf if given is None else float(given)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise UsageError("--simulate", given, "requests a second, above 0, or inf")
+    return rate
+
+
+def _caches(options: argparse.Namespace) -> list[CacheConfig]:
+    """A policy for each format; what is about scales in quantized ones only."""
+    skipped = whole_numbers(
+        options.skip_layers, "--skip-layers", "layer numbers with commas, such as 0,1"
+    )
+    with named_as_flags():
+        return [
+            CacheConfig(
+                kv_cache_dtype=name,
+                granularity=options.granularity,
+                symmetric=not options.asymmetric,
+                scale_type=options.scale_type,
+                group_size=options.group_size,
+                kv_cache_dtype_skip_layers=() if name in ("auto", *FORMATS) else skipped,
+                block_size=options.block_size,
+            )
+            for name in (name.strip() for name in options.formats.split(","))
+        ]
+
+
+def _calibration(
+    options: argparse.Namespace, deployment: Deployment, caches: Sequence[CacheConfig]
+) -> Calibration | None:
+    for flag, given in (("--save-calibration", options.save_calibration),):
+        if given is not None and not options.calibrate:
+            raise UsageError(flag, str(given), "together with --calibrate")
+    if not options.calibrate and options.calibration is None:
+        return None
+    flag = "--calibrate" if options.calibrate else "--calibration"
+    if deployment.hardware.name != "cpu":
+        raise UsageError(flag, options.device, "with --device cpu", "This machine is measured.")
+    if options.calibration is not None:
+        if options.calibrate:
+            raise UsageError("--calibration", str(options.calibration), "without --calibrate")
+        return read_calibration(options.calibration)
+    # Loads torch and the model: the one part of planning that runs anything.
+    from ascend_kv.evaluate.calibrate_steps import calibrate
+
+    calibration = calibrate(options.model, caches)
+    if options.save_calibration is not None:
+        calibration.write(options.save_calibration)
+    return calibration
+
+
+def _calibrated_clocks(calibration: Calibration) -> ClockMaker:
+    return lambda deployment, formats: calibration.clocks(describe_formats(formats))
 
 
 @contextmanager
-def _named_as_flags() -> Iterator[None]:
+def named_as_flags() -> Iterator[None]:
     """Errors name what stands on the command line, not the field that it becomes."""
     try:
         yield

@@ -31,6 +31,8 @@ class Predicted:
     """Sequences at once when each is as long as the requests' mean final length."""
     sequences_live: float
     """Sequences at once at the length a request has on the average while it runs."""
+    tokens_per_second: float | None = None
+    """From steps measured before the schemes ran, and the scheduler simulated."""
 
 
 @dataclass(frozen=True)

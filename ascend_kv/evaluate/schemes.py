@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ascend_kv.cache.stats import CacheStats
-from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.cache.tables import make_tables
+from ascend_kv.config import CacheConfig, SchedulerConfig, resolve_formats
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import RunError
@@ -18,7 +19,10 @@ from ascend_kv.evaluate.workload import Request
 from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec, layer_format
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
+from ascend_kv.plan.calibration import StepCosts
 from ascend_kv.plan.capacity import capacity
+from ascend_kv.plan.simulation import simulate
+from ascend_kv.plan.traces import Arrival
 
 WARM_UP_REQUESTS = 2
 WARM_UP_TOKENS = 4
@@ -117,6 +121,21 @@ def predict(
         sequences_mean=plan.sequences_mean,
         sequences_live=plan.sequences_live,
     )
+
+
+def predict_speed(
+    recipe: BenchRecipe,
+    scheme: SchemeRecipe,
+    plan: Predicted,
+    budget: Budget,
+    requests: Sequence[Request],
+    costs: StepCosts,
+) -> float:
+    """Tokens a second of a scheme: its scheduler with a clock that this machine has set."""
+    tables = make_tables(scheme.allocator, plan.num_blocks, budget.block_size, recipe.max_model_len)
+    limits = SchedulerConfig(recipe.max_model_len, plan.max_num_seqs, recipe.max_num_batched_tokens)
+    arrivals = [Arrival(0.0, *request.lengths) for request in requests]
+    return simulate(arrivals, tables, limits, costs.step_time).tokens_per_second
 
 
 def run_scheme(

@@ -126,7 +126,7 @@ def _byte_remark(schemes: list[SchemeResult]) -> str:
 def comparison_table(result: BenchResult) -> TextTable:
     """The plan made beforehand beside what the run reached."""
     return TextTable(
-        "Plan and run: sequences at once, KV bytes (predicted | measured)",
+        "Plan and run: sequences at once, KV bytes, tokens/s (predicted | measured)",
         (
             "scheme",
             "predicted at mean final length",
@@ -136,6 +136,8 @@ def comparison_table(result: BenchResult) -> TextTable:
             "measured peak",
             "predicted KV bytes",
             "measured KV bytes",
+            "predicted tokens/s",
+            "measured tokens/s",
         ),
         [
             (
@@ -147,10 +149,23 @@ def comparison_table(result: BenchResult) -> TextTable:
                 str(scheme.measured.batch_peak),
                 f"{scheme.predicted.kv_bytes:,}",
                 f"{scheme.measured.kv_allocated_bytes:,}",
+                *_speeds(scheme),
             )
             for scheme in result.schemes
         ],
+        [
+            "Tokens/s are predicted from steps of the engine that were timed before the schemes "
+            "ran, and its scheduler with a clock in place of the model: how the machine is loaded "
+            "later is not in them."
+        ],
     )
+
+
+def _speeds(scheme: SchemeResult) -> tuple[str, str]:
+    predicted, measured = scheme.predicted.tokens_per_second, scheme.measured.tokens_per_second
+    if predicted is None:
+        return "not predicted", f"{measured:.1f}"
+    return f"{predicted:.1f} ({predicted / measured - 1:+.0%})", f"{measured:.1f}"
 
 
 def factor_table(result: BenchResult) -> TextTable:

@@ -1,0 +1,194 @@
+"""Measures how long the engine's steps take on this machine, for a plan's ``StepCosts``.
+
+The engine itself runs: prompts in chunks, and decode steps of few and many sequences with short and
+long contexts; a fit to its steps gives the costs. Nothing is measured outside the engine, so
+scheduling, sampling and the cache's own operators are in it. Long contexts are not computed, which
+would take minutes: their blocks are handed out as if they were, and attention reads what is there.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.engine.batch import Batch
+from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.request import Status
+from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.geometry import ModelGeometry
+from ascend_kv.integrations.loading import LoadedModel, load_model
+from ascend_kv.llm import LLM
+from ascend_kv.plan.calibration import Calibration, MeasuredStep, StepCosts, fit_steps
+from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.plan.performance import Load
+
+PROMPTS = (330, 150, 60, 24, 9)
+"""Tokens of the prompts that are really computed, side by side, in chunks of ``CHUNK``."""
+CHUNK = 128
+DECODES = ((1, 16), (1, 320), (4, 160), (8, 16), (8, 320), (16, 160), (32, 16), (32, 320))
+"""Sequences, and tokens of context of each."""
+STEPS = 4
+"""Decode steps of each of them; the first is not counted."""
+_LONGEST = 384
+
+
+def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
+    """Load a model and measure a cache of each kind.
+
+    Args:
+        model: as ``LLM`` takes it.
+        caches: the policies to measure.
+
+    Raises:
+        UsageError: the model cannot be served, or not with such a cache.
+    """
+    loaded = load_model(model)
+    formats: dict[str, StepCosts] = {}
+    for cache in caches:
+        options: dict[str, Any] = {
+            "kv_cache_dtype": cache.kv_cache_dtype,
+            "block_size": cache.block_size,
+        }
+        names = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        if any(spec.quantized for spec in names):
+            options |= {
+                "granularity": cache.granularity,
+                "symmetric": cache.symmetric,
+                "group_size": cache.group_size,
+                "kv_cache_dtype_skip_layers": cache.kv_cache_dtype_skip_layers,
+            }
+        formats[describe_formats(names)] = measure_costs(loaded, options)
+    machine = this_machine("cpu", torch.get_num_threads())
+    return Calibration(machine.label, str(model), formats)
+
+
+def measure_costs(
+    loaded: LoadedModel,
+    cache_options: dict[str, Any],
+    max_model_len: int | None = None,
+    advance: Callable[[int], None] = lambda parts: None,
+) -> StepCosts:
+    """Run the engine with one kind of cache and fit its costs.
+
+    Args:
+        loaded: the weights.
+        cache_options: arguments of ``LLM`` about the cache.
+        max_model_len: of the cache, where its static scales depend on it.
+        advance: called with 1 after each of ``NUM_PARTS`` parts.
+    """
+    max_model_len = max_model_len or min(_LONGEST, loaded.geometry.max_position_tokens)
+    longest = min(_LONGEST, max_model_len)
+    sequences = max(batch for batch, _ in DECODES)
+    llm = LLM(
+        str(loaded.path),
+        **cache_options,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=_roomy_bytes(loaded.geometry, sequences, longest, max_model_len),
+        max_num_seqs=sequences,
+        max_num_batched_tokens=CHUNK,
+        skip_tokenizer_init=True,
+        device=str(next(loaded.hf_model.parameters()).device),
+        weights=loaded,
+    )
+    bench = _Bench(llm, longest)
+    bench.prompts(PROMPTS[-1:])  # warms up
+    steps = bench.prompts(PROMPTS)
+    advance(1)
+    for batch, context in DECODES:
+        steps += bench.decodes(batch, context)[1:]
+        advance(1)
+    return fit_steps(steps)
+
+
+NUM_PARTS = 1 + len(DECODES)
+"""How often ``measure_costs`` calls ``advance``."""
+
+
+def _roomy_bytes(geometry: ModelGeometry, sequences: int, longest: int, max_model_len: int) -> int:
+    """What so many longest sequences take in float32 with scales, and a block more for each.
+
+    And room for one of ``max_model_len``, with static scales of every position.
+    """
+    token = 2 * geometry.num_layers * geometry.num_kv_heads * (geometry.head_dim + 2) * 4
+    return token * (sequences * (longest + 128) + 2 * max_model_len)
+
+
+class _Watched:
+    """A model that notes what each step does."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.load = Load(0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.load = load_of(batch)
+        logits: torch.Tensor = self._model.forward(batch)
+        return logits
+
+
+def load_of(batch: Batch) -> Load:
+    """What a batch does, as the performance model counts it."""
+    decodes = context = tokens = pairs = 0
+    for query, length in zip(batch.query_lengths, batch.kv_lengths, strict=True):
+        if query == 1:
+            decodes += 1
+            context += length
+        else:
+            tokens += query
+            start = length - query
+            pairs += (length * (length + 1) - start * (start + 1)) // 2
+    return Load(decodes, context, tokens, pairs)
+
+
+class _Bench:
+    """Runs steps of an engine and notes what they did and how long they took."""
+
+    def __init__(self, llm: LLM, longest: int) -> None:
+        self._engine, self._longest = llm.engine, longest
+        self._vocabulary = llm.geometry.vocab_size
+        self._watched = _Watched(llm.engine.model)
+        self._engine.model = self._watched
+        self._generator = random.Random(0)
+
+    def prompts(self, lengths: Sequence[int]) -> list[MeasuredStep]:
+        """Compute prompts side by side and two tokens of each."""
+        for number, length in enumerate(lengths):
+            self._add(str(number), min(length, self._longest - 2), 2)
+        steps = []
+        while self._engine.has_unfinished_requests():
+            steps.append(self._step())
+        return steps
+
+    def decodes(self, batch: int, context: int) -> list[MeasuredStep]:
+        """Decode steps of ``batch`` sequences whose context counts as computed."""
+        context = min(context, self._longest - STEPS)
+        scheduler = self._engine.scheduler
+        for number in range(batch):
+            self._add(str(number), context, STEPS)
+        while scheduler.waiting:
+            request = scheduler.waiting.popleft()
+            reserved = scheduler.tables.reserve(request.key, context)
+            assert reserved, "the cache holds all sequences at their longest"
+            scheduler.tables.write(request.key, 0, context - 1)
+            request.num_computed, request.status = context - 1, Status.RUNNING
+            scheduler.running.append(request)
+        return [self._step() for _ in range(STEPS)]
+
+    def _add(self, name: str, length: int, outputs: int) -> None:
+        prompt = [self._generator.randrange(self._vocabulary) for _ in range(length)]
+        params = SamplingParams(max_tokens=outputs, temperature=0, ignore_eos=True)
+        self._engine.add_request(name, prompt, params)
+
+    def _step(self) -> MeasuredStep:
+        started = time.perf_counter()
+        self._engine.step()
+        return MeasuredStep(self._watched.load, time.perf_counter() - started)

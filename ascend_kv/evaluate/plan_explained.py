@@ -1,0 +1,124 @@
+"""``ascend-kv plan --explain``: every formula of a plan with its numbers."""
+
+from __future__ import annotations
+
+from ascend_kv.evaluate.planning import Plan
+from ascend_kv.plan.capacity import describe_formats, explain_memory
+from ascend_kv.plan.deployment import Policy
+from ascend_kv.plan.parallel import copies_of_heads, kv_heads_of_rank
+from ascend_kv.plan.performance import Load
+from ascend_kv.plan.published_v4 import v4_cache_bytes
+from ascend_kv.user_values import format_bytes
+
+
+def explain(plan: Plan) -> str:
+    """Lines of text by section, without a newline at the end."""
+    sections = [
+        ("Bytes of a token", _token_bytes(plan)),
+        ("Memory of a card", _memory(plan)),
+        ("Blocks and sequences", [line for p in plan.policies for line in _blocks(plan, p)]),
+        ("Time", [line for p in plan.policies for line in _time(plan, p)]),
+        ("What compression can save (DeepSeek-V4, claimed 57 MB)", _compression()),
+    ]
+    return "\n\n".join("\n".join([f"{title}:", *lines]) for title, lines in sections if lines)
+
+
+def _token_bytes(plan: Plan) -> list[str]:
+    deployment = plan.deployment
+    geometry, tensor = deployment.model.geometry, deployment.parallel.tensor
+    longest = deployment.serving.max_model_len
+    lines: list[str] = []
+    for policy in plan.policies:
+        for line in explain_memory(geometry, policy.formats, longest).splitlines():
+            if line not in lines:  # what holds for every format is said once
+                lines.append(line)
+    if tensor > 1:
+        copies = copies_of_heads(geometry, tensor)
+        lines.append(
+            f"One card of {tensor}: {kv_heads_of_rank(geometry, tensor)} of "
+            f"{geometry.num_kv_heads} KV heads; each lies on {copies} card(s) of a copy."
+        )
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines = []
+    for part in plan.policies[0].budget.parts:
+        lines.append(
+            f"{part.name} = {part.formula} = {format_bytes(part.bytes)}, between "
+            f"{format_bytes(part.low)} and {format_bytes(part.high)}. From: {part.source}."
+        )
+    if plan.deployment.kv_bytes is None:
+        budget = plan.policies[0].budget
+        parts = " - ".join(format_bytes(part.bytes) for part in budget.parts)
+        lines.append(
+            f"KV cache = {format_bytes(budget.total_bytes)} - {parts} = "
+            f"{format_bytes(budget.kv_bytes)}"
+        )
+    for name, figure in (("bandwidth", "hbm_bytes_per_second"), ("matrix rate", "cube_flops")):
+        source = plan.deployment.hardware.sources.get(figure)
+        if source is not None:
+            value = getattr(plan.deployment.hardware, figure)
+            if value is not None:
+                lines.append(f"{name} = {value / 1e12:.3g} T a second. From: {source}.")
+    return lines
+
+
+def _blocks(plan: Plan, policy: Policy) -> list[str]:
+    deployment, paged = plan.deployment, policy.paged
+    name = describe_formats(policy.formats)
+    longest, size = deployment.serving.max_model_len, policy.block_size
+    static = deployment.geometry.static_bytes(policy.formats, longest)
+    held = paged.num_blocks / paged.sequences_live
+    less = f" - {static:,} of static scales" if static else ""
+    return [
+        f"{name}: ({policy.budget.kv_bytes:,}{less}) // ({size} tokens x {paged.token_bytes:,} "
+        f"bytes) = {paged.num_blocks:,} blocks = {paged.num_blocks * size:,} tokens.",
+        f"{name}: {paged.num_blocks:,} // ceil({longest:,} / {size}) = "
+        f"{paged.sequences_full_length:,} sequences of {longest:,} tokens; contiguous the same, "
+        "however short they are.",
+        f"{name}: a sequence holds {held:.1f} blocks on the average of all its steps: "
+        f"{paged.num_blocks:,} / {held:.1f} = {paged.sequences_live:,.1f} at once; from "
+        f"{policy.preemption_from:,} on some are preempted.",
+    ]
+
+
+def _time(plan: Plan, policy: Policy) -> list[str]:
+    if not policy.clocks:
+        return []
+    deployment = plan.deployment
+    load = Load(policy.batch, round(policy.batch * deployment.mean_context()))
+    name = describe_formats(policy.formats)
+    lines = []
+    for end, clock in policy.clocks.items():
+        step = clock(load)
+        parts = ", ".join(f"{what} {1e3 * seconds:.3f}" for what, seconds in step.parts.items())
+        lines.append(
+            f"{name}, {end}: a step of {load.decodes} sequences that attend to "
+            f"{load.decode_context:,} tokens takes {1e3 * step.seconds:.3f} ms: {parts}."
+        )
+    if plan.calibration is None:
+        model = deployment.served_model(policy.formats)
+        lines.append(
+            f"{name}: a card reads {model.weight_bytes_read(load.tokens) / 1e9:.3f} GB of weights "
+            f"and {load.decode_context * model.kv_token_bytes / 1e9:.3f} GB of cache, and does "
+            f"{model.operations(load) / 1e12:.3f} T operations. step = layers + tokens + the "
+            "largest of memory, cube and vector + collectives."
+        )
+    return lines
+
+
+def _compression() -> list[str]:
+    tokens = 131072
+    flash = v4_cache_bytes("deepseek-v4-flash", tokens)
+    total = sum(flash.values())
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in flash.items())
+    return [
+        "57 MB at 128K tokens is 7.3 GB / 128, and 1.8 GB is 7.3 GB / 4: as if every layer were "
+        "heavily compressed, or every layer sparse. DeepSeek-V4 Flash has 2 layers of window "
+        "alone, 21 of CSA (4 x) and 20 of HCA (128 x), and every layer keeps a window of 128.",
+        f"What it keeps for {tokens:,} tokens in bfloat16: {parts}: {format_bytes(total)} "
+        f"together, {total / 57e6:.0f} times 57 MB.",
+        "7.3 GB for full attention is not its own cache either: 43 layers x 131,072 x 512 numbers "
+        f"x 2 bytes are {format_bytes(43 * tokens * 512 * 2)} with one key that is the value too.",
+    ]

@@ -1,0 +1,154 @@
+"""``ascend-kv plan --sweep``: predicted TPOT and throughput over batch and context, with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ascend_kv.errors import RunError, UsageError
+from ascend_kv.evaluate.planning import Plan
+from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.plan.performance import Load
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Point(NamedTuple):
+    """One step of ``batch`` sequences with ``context`` tokens each.
+
+    Attributes:
+        scheme: the cache's formats.
+        batch, context: of the step.
+        fits: whether so much fits into the cache.
+        low, best, high: seconds, predicted.
+        bound: what most of the best estimate is due to.
+    """
+
+    scheme: str
+    batch: int
+    context: int
+    fits: bool
+    low: float
+    best: float
+    high: float
+    bound: str
+
+
+def sweep(plan: Plan) -> list[Point]:
+    """Powers of two of batch, and of context up to --max-model-len.
+
+    Raises:
+        UsageError: no speed can be predicted.
+    """
+    longest = plan.deployment.serving.max_model_len
+    contexts = [longest // 4**power for power in range(4) if longest // 4**power >= 64] or [longest]
+    points = []
+    for policy in plan.policies:
+        if not policy.clocks:
+            legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
+            raise UsageError("--sweep", plan.deployment.hardware.name, legal)
+        for context in sorted(contexts):
+            blocks = -(-context // policy.block_size)
+            for batch in BATCHES:
+                load = Load(batch, batch * context)
+                times = {name: clock(load) for name, clock in policy.clocks.items()}
+                points.append(
+                    Point(
+                        describe_formats(policy.formats),
+                        batch,
+                        context,
+                        batch * blocks <= policy.paged.num_blocks,
+                        times["low"].seconds,
+                        times["best"].seconds,
+                        times["high"].seconds,
+                        times["best"].bound,
+                    )
+                )
+    return points
+
+
+def table(points: Sequence[Point]) -> TextTable:
+    """The points that fit, one row each."""
+    return TextTable(
+        "Decode steps over batch and context (predicted: low, best, high)",
+        ("scheme", "context", "batch", "TPOT, ms", "tokens/s", "bound by"),
+        [
+            (
+                point.scheme,
+                f"{point.context:,}",
+                str(point.batch),
+                " | ".join(f"{1e3 * x:.4g}" for x in (point.low, point.best, point.high)),
+                f"{point.batch / point.best:,.1f}",
+                point.bound,
+            )
+            for point in points
+            if point.fits
+        ],
+        ["Left out: what does not fit into the cache."],
+    )
+
+
+def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """All points for scripts."""
+    return [point._asdict() for point in points]
+
+
+def draw(points: Sequence[Point], plan: Plan, directory: Path) -> list[str]:
+    """Two plots, throughput and TPOT over batch; returns their paths.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    paths = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, label in (("throughput", "tokens a second"), ("tpot", "TPOT, ms")):
+            figure = Figure(figsize=(8, 5), layout="constrained")
+            axes = figure.add_subplot()
+            _draw_lines(axes, points, name == "throughput")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.set_xlabel("sequences at once; a line ends where the cache is full")
+            axes.set_ylabel(label)
+            axes.set_ylim(bottom=0)
+            title = f"{plan.deployment.model.name} on {plan.deployment.hardware.name}, predicted"
+            axes.set_title(title, loc="left")
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False, fontsize=8)
+            path = directory / f"plan_{name}.png"
+            figure.savefig(path, dpi=150)
+            paths.append(str(path))
+    except OSError as error:
+        raise RunError(f"{directory}: {error.strerror or error}. Name another --sweep") from error
+    return paths
+
+
+def _draw_lines(axes: Any, points: Sequence[Point], throughput: bool) -> None:
+    schemes = list(dict.fromkeys(point.scheme for point in points))
+    contexts = sorted({point.context for point in points})
+    for point in points[:: len(BATCHES)]:
+        line = [
+            other
+            for other in points
+            if (other.scheme, other.context) == (point.scheme, point.context) and other.fits
+        ]
+        if not line:
+            continue
+        style = ("-", "--", ":", "-.")[schemes.index(point.scheme) % 4]
+        colour = f"C{contexts.index(point.context)}"
+        batches = [other.batch for other in line]
+
+        def values(name: str, line: Sequence[Point] = line) -> list[float]:
+            seconds = [getattr(other, name) for other in line]
+            if throughput:
+                return [other.batch / x for other, x in zip(line, seconds, strict=True)]
+            return [1e3 * x for x in seconds]
+
+        label = f"{point.scheme}, {point.context:,} tokens"
+        axes.plot(batches, values("best"), style, color=colour, marker=".", label=label)
+        if style == "-":
+            axes.fill_between(batches, values("low"), values("high"), color=colour, alpha=0.06)

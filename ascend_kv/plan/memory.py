@@ -1,0 +1,231 @@
+"""A card's memory, part by part: what is left for the KV cache, or which part does not fit.
+
+Weights follow from the configuration. The other parts are estimates, each with a range and with
+where it comes from, since leaving them out is how plans end in "out of memory" (vllm-ascend issues
+89 and 8260).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ascend_kv.errors import UsageError
+from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.plan.hardware import Hardware
+from ascend_kv.plan.parallel import Parallel
+from ascend_kv.plan.parameters import Parameters, WeightFormat
+from ascend_kv.user_values import format_bytes
+
+_MIB, _GIB = 2**20, 2**30
+
+HCCL_BUFFER_BYTES = 200 * _MIB
+LOW_BIT = ("fp8", "int4")
+"""Formats whose keys want the key offset where there is a large key bias, by their beginning."""
+
+
+class Part(NamedTuple):
+    """One part of a card's memory, in bytes.
+
+    Attributes:
+        name: of the part.
+        bytes: expected.
+        low, high: between these it is likely to be.
+        formula: how the figure came about, with its numbers.
+        source: where the formula or the figures were read.
+    """
+
+    name: str
+    bytes: int
+    low: int
+    high: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What decides memory beside model and card.
+
+    Attributes:
+        max_model_len: the longest sequence, in tokens.
+        max_num_seqs: the most sequences in one step.
+        max_num_batched_tokens: the most tokens of one step.
+        utilization: share of the usable memory that is used, as vLLM's gpu_memory_utilization.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    utilization: float = 0.92
+
+
+def weights_part(parameters: Parameters, weights: WeightFormat, parallel: Parallel) -> Part:
+    """One card's weights: matrices shared out, vectors on every card."""
+    linear = parameters.attention + parameters.dense + parameters.experts
+    other = parameters.embedding + (0 if parameters.tied else parameters.output)
+    stored = (linear * weights.linear_bytes + other * weights.other_bytes) / parallel.tensor
+    size = round(stored + parameters.norms * weights.other_bytes)
+    formula = (
+        f"({linear:,} linear x {weights.linear_bytes:g} B + {other:,} embedding and output x "
+        f"{weights.other_bytes:g} B) / {parallel.tensor} + {parameters.norms:,} vectors x "
+        f"{weights.other_bytes:g} B"
+    )
+    return Part("weights", size, size, round(1.02 * size), formula, f"config; {weights.source}")
+
+
+def activations_part(
+    geometry: ModelGeometry,
+    parameters: Parameters,
+    serving: Serving,
+    parallel: Parallel,
+    element_bytes: int,
+) -> Part:
+    """What one layer keeps for all tokens of a step, and the logits of its sequences.
+
+    Residual, its norm and the layer's result in full width; gate, up and their product in the
+    card's share. Logits once in the model's type, and twice in float32, for the sampler.
+    """
+    tokens = serving.max_num_batched_tokens
+    layers = geometry.num_layers
+    per_token = parameters.experts_per_token
+    wide = 3 * geometry.hidden_size
+    inner = (parameters.dense // layers + parameters.experts // layers * per_token // max(
+        1, parameters.num_experts
+    )) // geometry.hidden_size // parallel.tensor  # fmt: skip
+    layer = tokens * (wide + inner) * element_bytes
+    logits = serving.max_num_seqs * geometry.vocab_size * (element_bytes + 8)
+    size = layer + logits
+    formula = (
+        f"{tokens:,} tokens x ({wide:,} + {inner:,}) x {element_bytes} B + "
+        f"{serving.max_num_seqs:,} sequences x {geometry.vocab_size:,} logits x "
+        f"{element_bytes + 8} B"
+    )
+    source = "shapes of one decoder layer; the range is for fragments and copies"
+    return Part("activations", size, size // 2, 2 * size, formula, source)
+
+
+def score_bias_part(
+    geometry: ModelGeometry, formats: Sequence[FormatSpec], serving: Serving, parallel: Parallel
+) -> Part:
+    """The bias q.R(n).offset of every query head at every position, float16, one layer at a time.
+
+    Whether it is needed depends on the weights: this counts it where a model has key biases and
+    keys are kept in few bits or as floats of 8 bits; for INT8 it is the upper end of the range.
+    """
+    low_bit = any(spec.name.startswith(LOW_BIT) for spec in formats)
+    biased = geometry.model_type == "qwen2"
+    quantized = any(spec.quantized for spec in formats)
+    whole = serving.max_num_seqs * geometry.num_heads // parallel.tensor * serving.max_model_len * 2
+    most = whole if biased and quantized else 0
+    formula = (
+        f"{serving.max_num_seqs} sequences x {geometry.num_heads // parallel.tensor} heads x "
+        f"{serving.max_model_len:,} positions x 2 B"
+        if most
+        else "no key bias that a quantized cache would want taken out"
+    )
+    source = "key offset, only for models with a key bias; decided from the weights at load"
+    return Part("score-bias buffer", most if low_bit else 0, 0, most, formula, source)
+
+
+def fixed_parts(hardware: Hardware, parallel: Parallel) -> list[Part]:
+    """Parts that do not depend on the model: an NPU's runtime, or a CPU process's."""
+    if hardware.name == "cpu":
+        return [
+            Part(
+                "libraries", 470 * _MIB, 380 * _MIB, 700 * _MIB, "Python, torch and transformers",
+                "measured: resident memory of a process before it loads a model, x86-64 Linux",
+            )
+        ]  # fmt: skip
+    groups = 2 if parallel.cards > 1 else 0
+    buffer = 2 * HCCL_BUFFER_BYTES
+    return [
+        Part(
+            "graph and workspace", _GIB, round(0.17 * _GIB), 3 * _GIB,
+            "captured graphs, operators' workspace, runtime: 1 GiB",
+            "0.13 GiB outside torch and 0.04 GiB of graphs for a small model in vllm-ascend pull "
+            "request 8289; more and larger graphs are assumed to take up to 3 GiB",
+        ),
+        Part(
+            "HCCL buffers", groups * buffer, (groups // 2) * buffer, 2 * groups * buffer,
+            f"{groups} communicators x 2 x 200 MiB",
+            "HCCL_BUFFSIZE in CANN's list of environment variables: 200 MiB by default, twice a "
+            "communicator; their number is assumed to be 1 to 4",
+        ),
+    ]  # fmt: skip
+
+
+class Budget(NamedTuple):
+    """Parts of a card's memory, and what the KV cache gets.
+
+    Attributes:
+        parts: all but the KV cache.
+        kv_bytes: for the KV cache, expected.
+        kv_low, kv_high: with every part at its high, or low, end.
+        total_bytes: of the card; on a CPU what the parts and the cache add up to.
+    """
+
+    parts: list[Part]
+    kv_bytes: int
+    kv_low: int
+    kv_high: int
+    total_bytes: int
+
+
+def make_budget(hardware: Hardware, parts: Sequence[Part], serving: Serving, least: int) -> Budget:
+    """What is left for the KV cache on a card.
+
+    Args:
+        hardware: with a known memory.
+        parts: ``weights_part`` and the others.
+        serving: its utilization.
+        least: KV bytes of one sequence of ``max_model_len``.
+
+    Raises:
+        UsageError: the parts, or one sequence's cache, do not fit; says which does not.
+    """
+    assert hardware.memory_bytes is not None and hardware.usable_bytes is not None
+    kept = hardware.memory_bytes - hardware.usable_bytes
+    margin = round((1 - serving.utilization) * hardware.usable_bytes)
+    system = Part(
+        "system", kept, round(0.9 * kept), round(1.1 * kept),
+        f"{format_bytes(hardware.memory_bytes)} - {format_bytes(hardware.usable_bytes)}",
+        hardware.sources["usable_bytes"],
+    )  # fmt: skip
+    unused = Part(
+        "left free", margin, margin, margin,
+        f"{1 - serving.utilization:.2f} x {format_bytes(hardware.usable_bytes)}",
+        "--memory-utilization, the meaning of vLLM's gpu_memory_utilization",
+    )  # fmt: skip
+    every = [system, unused, *parts]
+    left = hardware.memory_bytes
+    for part in every:
+        if part.bytes > left:
+            raise _does_not_fit(hardware, part, left, every)
+        left -= part.bytes
+    if left < least:
+        cache = Part("KV cache", least, least, least, "one sequence of --max-model-len", "")
+        raise _does_not_fit(hardware, cache, left, every)
+    low = hardware.memory_bytes - sum(part.high for part in every)
+    high = hardware.memory_bytes - sum(part.low for part in every)
+    return Budget(every, left, max(0, low), high, hardware.memory_bytes)
+
+
+def _does_not_fit(hardware: Hardware, part: Part, left: int, parts: Sequence[Part]) -> UsageError:
+    taken = ", ".join(f"{other.name} {format_bytes(other.bytes)}" for other in parts)
+    remedy = {
+        "weights": "Take more cards (--tensor-parallel) or smaller weights (--weights w8a8).",
+        "KV cache": "Lower --max-model-len, quantize the cache (--formats int8), or take more "
+        "cards (--tensor-parallel).",
+        "activations": "Lower --max-num-batched-tokens or --max-num-seqs.",
+        "score-bias buffer": "Lower --max-model-len or --max-num-seqs.",
+    }.get(part.name, "Raise --memory-utilization.")
+    return UsageError(
+        "--device",
+        f"{hardware.name} ({format_bytes(hardware.memory_bytes or 0)})",
+        f"a card with room for {part.name}: {format_bytes(part.bytes)} where "
+        f"{format_bytes(left)} are left",
+        f"{part.name[0].upper()}{part.name[1:]} ({part.formula}) does not fit; a card holds: "
+        f"{taken}. {remedy}",
+    )

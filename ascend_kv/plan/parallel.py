@@ -1,0 +1,112 @@
+"""How a model is cut over cards: tensor parallel inside a copy, data parallel between copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ascend_kv.errors import UsageError
+from ascend_kv.geometry import ModelGeometry
+from ascend_kv.user_values import at_least_one
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """So many copies of the model, each on so many cards.
+
+    Attributes:
+        tensor: cards that share a copy; every layer's heads are dealt out to them.
+        data: copies, each with sequences of its own.
+    """
+
+    tensor: int = 1
+    data: int = 1
+
+    @property
+    def cards(self) -> int:
+        return self.tensor * self.data
+
+    def __str__(self) -> str:
+        return f"{self.tensor} x tensor parallel, {self.data} x data parallel"
+
+
+def kv_heads_of_rank(geometry: ModelGeometry, tensor: int) -> int:
+    """KV heads that one card keeps: its share, or one whole head where there are too few.
+
+    With fewer KV heads than cards each is kept on several, so that the cache does not shrink any
+    further (vllm-ascend issue 17347).
+    """
+    return max(1, geometry.num_kv_heads // tensor)
+
+
+def copies_of_heads(geometry: ModelGeometry, tensor: int) -> int:
+    """On how many cards of a copy every KV head lies."""
+    return tensor * kv_heads_of_rank(geometry, tensor) // geometry.num_kv_heads
+
+
+def rank_geometry(geometry: ModelGeometry, tensor: int) -> ModelGeometry:
+    """The geometry of one card's share; bytes computed from it are one card's."""
+    if tensor == 1:
+        return geometry
+    return replace(
+        geometry,
+        num_heads=geometry.num_heads // tensor,
+        num_kv_heads=kv_heads_of_rank(geometry, tensor),
+    )
+
+
+def divides(geometry: ModelGeometry, tensor: int) -> bool:
+    """Whether the query heads can be dealt out evenly, and the KV heads dealt out or repeated."""
+    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    return heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+
+
+def choose_parallel(
+    geometry: ModelGeometry, cards: int | None, tensor: int | None, data: int | None
+) -> Parallel:
+    """From what the user gave of three numbers, of which two decide.
+
+    ``cards`` alone means one copy over all of them.
+
+    Raises:
+        UsageError: numbers below 1, a product that is not ``cards``, or a tensor size that the
+            heads do not divide by; names the nearest that do.
+    """
+    sizes = {"--cards": cards, "--tensor-parallel": tensor, "--data-parallel": data}
+    for name, given in sizes.items():
+        if given is not None:
+            at_least_one(name, given)
+    if cards is None:
+        chosen = Parallel(tensor or 1, data or 1)
+    elif tensor is not None:
+        chosen = Parallel(tensor, data or max(1, cards // tensor))
+    else:
+        chosen = Parallel(max(1, cards // (data or 1)), data or 1)
+    if cards is not None and chosen.cards != cards:
+        raise UsageError(
+            "--tensor-parallel and --data-parallel",
+            f"{chosen.tensor} x {chosen.data}",
+            f"two that make {cards} cards together",
+        )
+    if not divides(geometry, chosen.tensor):
+        raise _refusal(geometry, chosen)
+    return chosen
+
+
+def _refusal(geometry: ModelGeometry, chosen: Parallel) -> UsageError:
+    """Ways to use as many cards, and the nearest sizes for other numbers of cards."""
+    legal = [size for size in range(1, geometry.num_heads + 1) if divides(geometry, size)]
+    fitting = [Parallel(size, chosen.cards // size) for size in legal if chosen.cards % size == 0]
+    below = [size for size in legal if size < chosen.tensor][-1:]
+    above = [size for size in legal if size > chosen.tensor][:1]
+    ways = ", or ".join(
+        f"data parallel {way.data}" if way.tensor == 1 else f"{way.tensor} x {way.data}"
+        for way in fitting
+    )
+    nearest = " and ".join(map(str, below + above))
+    return UsageError(
+        "--tensor-parallel",
+        chosen.tensor,
+        f"on {chosen.cards} cards (tensor x data parallel): {ways}",
+        f"{geometry.num_heads} query heads and {geometry.num_kv_heads} KV heads cannot be dealt "
+        f"out to {chosen.tensor} cards; the nearest sizes that can: {nearest}.",
+    )

@@ -1,0 +1,162 @@
+"""Calibration: the fit, its file, the steps it runs, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from refusals import refused
+from tiny_models import make_model
+
+from ascend_kv import cli
+from ascend_kv.errors import UsageError
+from ascend_kv.plan.calibration import (
+    BATCHES,
+    Calibration,
+    MeasuredStep,
+    StepCosts,
+    fit_steps,
+    read_calibration,
+)
+from ascend_kv.plan.performance import Load
+
+COSTS = StepCosts((1.0, 2.0, 3.0, 5.0, 6.0, 8.0), 0.1, 0.01, 0.001, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "seconds"), [(0, 1.0), (1, 2.0), (2, 2 + 1 / 3), (4, 3.0), (24, 7.0), (64, 15.0)]
+)
+def test_the_curve_is_straight_between_its_corners_and_goes_on(
+    decodes: int, seconds: float
+) -> None:
+    assert COSTS.step_time(Load(decodes, 0)).seconds == pytest.approx(seconds)
+
+
+def test_noise_does_not_make_large_batches_free() -> None:
+    falling = StepCosts((1.0, 2.0, 3.0, 5.0, 9.0, 0.5), 0.1, 0.01, 0.001, 0.25)
+    assert falling.step_time(Load(1000, 0)).seconds == 0.5
+
+
+def test_a_step_by_hand() -> None:
+    step = COSTS.step_time(Load(4, 100, 7, 30))
+    assert step.seconds == pytest.approx(3.0 + 0.7 + 1.0 + 0.03)
+    assert step.bound == "tokens"
+    assert COSTS.step_time(Load(0, 0, 70), 0.5).bound == "prompt"
+    assert COSTS.step_time(Load(0, 0, 70), 0.5).seconds == pytest.approx(4.0)
+
+
+def make_steps(noise: float = 0.0) -> list[MeasuredStep]:
+    generator = random.Random(1)
+    loads = [Load(n, n * context) for n in BATCHES[1:] for context in (10, 300)]
+    loads += [Load(0, 0, tokens, pairs) for tokens, pairs in ((64, 100), (64, 9000), (128, 8000))]
+    return [
+        MeasuredStep(load, COSTS.step_time(load).seconds * generator.uniform(1 - noise, 1 + noise))
+        for load in loads
+    ]
+
+
+def test_a_fit_finds_the_costs_that_made_the_steps() -> None:
+    found = fit_steps(make_steps())
+    assert found.curve_seconds == pytest.approx(COSTS.curve_seconds)
+    assert found.prefill_token_seconds == pytest.approx(0.1)
+    assert found.context_seconds == pytest.approx(0.01)
+    assert found.pair_seconds == pytest.approx(0.001)
+    assert found.spread == pytest.approx(0, abs=1e-9)
+    assert 0 < fit_steps(make_steps(0.1)).spread < 0.1
+
+
+def test_a_calibration_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    calibration = Calibration("a processor", "a model", {"int8/token_head": COSTS})
+    calibration.write(path)
+    assert read_calibration(path) == calibration
+    clocks = calibration.clocks("int8/token_head")
+    low, best, high = (clocks[name](Load(1, 0)).seconds for name in ("low", "best", "high"))
+    assert (low, best, high) == pytest.approx((1.5, 2.0, 2.5))
+    error = refused(UsageError, calibration.clocks, "float16")
+    assert error.field == "--formats" and "--calibrate --formats float16" in error.hint
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "x"}', '{"schema": 1}'])
+def test_files_of_another_kind(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    assert refused(UsageError, read_calibration, path).field == "--calibration"
+    assert refused(UsageError, read_calibration, tmp_path / "none").field == "--calibration"
+
+
+def test_a_saved_calibration_plans_speed_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    Calibration("a processor", "a model", {"int8/token_head": COSTS}).write(path)
+    arguments = ["plan", "qwen2.5-0.5b", "--memory", "1GiB", "--formats", "int8", "--json"]
+    assert cli.main([*arguments, "--calibration", str(path), "--simulate", "--requests", "9"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (policy,) = plan["policies"]
+    # 64 sequences of 100 + 80 tokens on the average: 15 + 0.01 x 64 x 180 seconds
+    assert policy["speed"]["best"]["tpot_seconds"] == pytest.approx(15 + 0.01 * 64 * 180)
+    assert policy["speed"]["best"]["bound"] == "cache"
+    assert plan["simulations"][0]["requests"] == 9
+
+
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    from ascend_kv.evaluate import calibrate_steps
+
+    model = tmp_path / "model"
+    make_model(model)
+    path = tmp_path / "machine.json"
+    arguments = ["plan", str(model), "--memory", "1MB", "--max-model-len", "64", "--prompt", "20",
+                 "--output", "12", "--formats", "auto,int8", "--skip-layers", "0"]  # fmt: skip
+    assert cli.main([*arguments, "--calibrate", "--save-calibration", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = read_calibration(path)
+    assert list(found.formats) == ["float32", "1 x float32, 2 x int8/token_head"]
+    assert all(costs.curve_seconds[1] > 0 for costs in found.formats.values())
+    assert all(policy["speed"]["best"]["tpot_seconds"] > 0 for policy in plan["policies"])
+    assert 1 + len(calibrate_steps.DECODES) == calibrate_steps.NUM_PARTS
+
+
+def test_the_steps_that_are_timed_do_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches and contexts as listed, prompts computed whole, and the cache's blocks all free."""
+    pytest.importorskip("torch")
+    from ascend_kv.evaluate import calibrate_steps
+    from ascend_kv.integrations.loading import load_model
+
+    make_model(tmp_path)
+    seen: list[MeasuredStep] = []
+    benches: list[calibrate_steps._Bench] = []
+    created = calibrate_steps._Bench.__init__
+
+    def watch(bench: calibrate_steps._Bench, *arguments: object) -> None:
+        created(bench, *arguments)  # type: ignore[arg-type]
+        benches.append(bench)
+
+    def keep(steps: list[MeasuredStep]) -> StepCosts:
+        seen.extend(steps)
+        return COSTS
+
+    monkeypatch.setattr(calibrate_steps._Bench, "__init__", watch)
+    monkeypatch.setattr(calibrate_steps, "fit_steps", keep)
+    assert calibrate_steps.measure_costs(load_model(tmp_path), {"kv_cache_dtype": "int8"}) == COSTS
+    longest = 256  # the model's
+    contexts = [min(context, longest - calibrate_steps.STEPS) for _, context in
+                calibrate_steps.DECODES]  # fmt: skip
+    expected = [
+        Load(batch, batch * (context + step))
+        for (batch, _), context in zip(calibrate_steps.DECODES, contexts, strict=True)
+        for step in range(1, calibrate_steps.STEPS)
+    ]
+    assert [step.load for step in seen[-len(expected) :]] == expected
+    prompts = seen[: -len(expected)]
+    lengths = [min(length, longest - 2) for length in calibrate_steps.PROMPTS]
+    # a prompt's last chunk, or one that fits the step's rest, may be of one token: a decode then
+    computed = sum(step.load.tokens for step in prompts)
+    assert computed == sum(lengths) + len(lengths)
+    (bench,) = benches
+    assert bench._engine.scheduler.tables.stats().used_blocks == 0
