@@ -1,4 +1,4 @@
-"""The command line: ``ascend-kv bench``, ``ascend-kv plan`` and ``ascend-kv doctor``.
+"""The command line: ``ascend-kv bench``, ``plan``, ``profile`` and ``doctor``.
 
 Exit codes: 0 done, 1 something failed, 2 something given was not legal, 130 interrupted.
 A user sees messages, not tracebacks; ``--debug`` or ``ASCEND_KV_DEBUG=1`` shows those too.
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_bench(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_doctor(commands)
     return parser
 
@@ -183,6 +184,27 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--explain", action="store_true", help="where the bytes of a token come from"
     )
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from ascend_kv.profile.command import EXAMPLES
+
+    parser = _add_command(
+        commands, "profile", "say where the time of a profiled run went", EXAMPLES
+    )
+    parser.set_defaults(command=_profile)
+    parser.add_argument("path", type=Path, metavar="FILE|FOLDER", help="the profile")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="one of before the change")
+    parser.add_argument("--device", metavar="NAME", help="whose peaks to compare with: 910B3, ...")
+    parser.add_argument(
+        "--step-operator",
+        metavar="NAME",
+        help="an operator that ends every step, for profiles that name no steps",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write profile.json and plots there"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -267,6 +289,29 @@ def _layers(given: str) -> tuple[int, ...]:
         return tuple(int(layer) for layer in given.split(",")) if given.strip() else ()
     except ValueError:
         raise UsageError("--skip-layers", given, "layer numbers with commas, such as 0,1") from None
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from ascend_kv.evaluate.console import Log, print_table, table_console
+    from ascend_kv.evaluate.tables import TextTable
+    from ascend_kv.profile.command import run_profile
+
+    log = Log(table_console(stderr=True))
+    report = run_profile(
+        options.path,
+        before=options.compare,
+        device=options.device,
+        step_operator=options.step_operator,
+        directory=options.output,
+        say=log.say,
+    )
+    if options.json:
+        print(json.dumps(report.json, indent=1))
+    else:
+        for table in report.tables:
+            print_table(TextTable(*table), table_console())
+    for file in report.files:
+        log.say(f"Written: {file}")
 
 
 def _doctor(options: argparse.Namespace) -> None:
