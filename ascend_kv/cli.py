@@ -15,10 +15,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ascend_kv import __version__
 from ascend_kv.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ascend_kv.evaluate.console import Log
 
 INTERRUPTED = 130
 
@@ -146,6 +151,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--device", choices=("auto", "cpu", "npu"), help="default: the recipe's")
     parser.add_argument(
+        "--profile", action="store_true", help="profile decode steps at the end, a format each"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="report.json on standard output, tables on the other"
     )
 
@@ -246,8 +254,10 @@ def _bench(options: argparse.Namespace) -> None:
     from ascend_kv.evaluate.main_job import run_main_job
 
     saver = report.Saver(directory, log)
+    profiles = directory / "profile"
+    job = partial(run_main_job, profiles=profiles) if options.profile else run_main_job
     try:
-        result = run_main_job(recipe, options.text, options.quick, log, saver)
+        result = job(recipe, options.text, options.quick, log, saver)
     except BaseException:  # an interruption too: what was measured has cost minutes
         saver.write_unfinished()
         raise
@@ -256,6 +266,20 @@ def _bench(options: argparse.Namespace) -> None:
         print(json.dumps(result.as_json(), indent=1))
     report.write_report(result, directory)
     log.say(f"Report: {directory / 'report.md'}")
+    if options.profile:
+        _show_profiles(profiles, log, options.json)
+
+
+def _show_profiles(directory: Path, log: Log, as_json: bool) -> None:
+    """What ``bench --profile`` recorded: one table; each folder gets its own report."""
+    from ascend_kv.evaluate.console import print_table, table_console
+    from ascend_kv.evaluate.tables import TextTable
+    from ascend_kv.profile.command import report_folders
+
+    table, files = report_folders(directory)
+    print_table(TextTable(*table), table_console(stderr=as_json))
+    for file in files:
+        log.say(f"Profile: {file}")
 
 
 def _plan(options: argparse.Namespace) -> None:

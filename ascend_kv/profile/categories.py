@@ -44,7 +44,7 @@ _COMPILED = tuple((category, re.compile(text, re.IGNORECASE)) for category, text
 _NUMBERED = re.compile(r"_+\d+(_\d+)*$")
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def label_of(name: str, kind: str) -> str:
     """What calls of one kind are counted under: the type, else the name without what numbers it.
 
@@ -59,7 +59,7 @@ def label_of(name: str, kind: str) -> str:
     return _NUMBERED.sub("", name) or name
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def category_of(name: str, kind: str, core: str) -> str:
     """One of ``CATEGORIES``."""
     if core.upper().startswith(_COLLECTIVE_CORES):

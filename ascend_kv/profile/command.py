@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascend_kv.profile.compare import compare
+from ascend_kv.profile.inputs import WORKLOAD
 from ascend_kv.profile.plots import draw_plots
-from ascend_kv.profile.report import Table, as_json, comparison_tables, profile_tables
-from ascend_kv.profile.summary import read_profile
+from ascend_kv.profile.report import (
+    Table,
+    as_json,
+    comparison_tables,
+    profile_tables,
+    step_table,
+)
+from ascend_kv.profile.summary import Profile, read_profile
 
 EXAMPLES = """\
 What it does:
@@ -40,6 +47,7 @@ Exit codes: 0 done, 1 something failed, 2 something given was not legal.
 class Report(NamedTuple):
     """What the command found; ``files`` is what it wrote."""
 
+    profile: Profile
     tables: list[Table]
     json: dict[str, Any]
     files: list[Path]
@@ -83,4 +91,22 @@ def run_profile(
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "profile.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         files = [directory / name for name in ("profile.json", *draw_plots(profiles, directory))]
-    return Report(tables, content, files)
+    return Report(profile, tables, content, files)
+
+
+def report_folders(directory: Path) -> tuple[Table, list[Path]]:
+    """Report each folder of ``bench --profile`` into itself, and all of them in one table.
+
+    Args:
+        directory: holds a folder for each cache format.
+
+    Returns:
+        The parts of a decode step by format, and where the reports are.
+
+    Raises:
+        UsageError, OSError: as ``run_profile``.
+    """
+    folders = sorted(file.parent for file in directory.glob(f"*/{WORKLOAD}"))
+    reports = [run_profile(folder, directory=folder) for folder in folders]
+    table = step_table([(x.name, done.profile) for x, done in zip(folders, reports)])
+    return table, [done.files[0] for done in reports]

@@ -64,6 +64,32 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
     return (row.name, before, after, _signed_ms(row.change_ns), row.ratio_text)
 
 
+def step_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
+    """The parts of a mean step of several profiles beside each other; the first is the baseline."""
+    times = [
+        [sum(step.parts_ns[part] for step in x.steps) / (len(x.steps) or 1) for part in PARTS]
+        for _, x in profiles
+    ]
+    rows = [(part, *(_ms(column[place]) for column in times)) for place, part in enumerate(PARTS)]
+    rows.append(("together", *(_ms(sum(column)) for column in times)))
+    notes = [f"{name}: {_described(x)}" for name, x in profiles]
+    notes.append("A profiler slows what it watches: compare these with each other only.")
+    return Table(
+        "Where a decode step's time went, ms (measured under the profiler)",
+        ("part", *(name for name, _ in profiles)),
+        rows,
+        notes,
+    )
+
+
+def _described(profile: Profile) -> str:
+    ran = profile.workload or {}
+    return (
+        f"{len(profile.steps)} steps of {ran.get('batch')} sequences at "
+        f"{ran.get('context_tokens'):,.0f} tokens on {ran.get('device')}."
+    )
+
+
 def as_json(profile: Profile) -> dict[str, Any]:
     """The profile for a machine: seconds and bytes. The keys are explained in profile.md."""
     return {
@@ -258,6 +284,8 @@ def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> Table:
     else:
         named = f"The {device.name} has" if device else "Without --device there are"
         notes.append(f"{named} no documented peak to compare with.")
+    if profile.on_host and known:
+        notes.append("These operators ran on a CPU: the peak is that of another device.")
     return Table(
         "Bandwidth of the KV and attention operators",
         ("operator", "bytes from", "calls", "MB moved", "ms", "GB/s", "of peak", "roofline, ms"),
@@ -266,7 +294,7 @@ def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> Table:
                 row.name,
                 row.source,
                 f"{row.calls:,}" if row.calls else "-",
-                f"{row.moved_bytes / 1e6:,.2f}",
+                f"{row.moved_bytes / 1e6:,.3f}",
                 f"{1e3 * row.seconds:,.3f}",
                 f"{row.bytes_per_second / 1e9:,.2f}",
                 "-" if row.peak_share is None else f"{row.peak_share:.1%}",

@@ -183,7 +183,7 @@ class _Columns:
 
 def _plain(name: str) -> str:
     """A column's name without what differs between exporters: case, blanks, the micro sign."""
-    name = name.strip(" \t\ufeff\"'").lower().replace("µ", "u").replace("μ", "u")
+    name = name.strip(" \t\"'").lower().replace("µ", "u").replace("μ", "u")
     return re.sub(r"\s+\(", "(", name)
 
 

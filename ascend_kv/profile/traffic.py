@@ -90,7 +90,7 @@ def _token_bytes(inputs: _Inputs, caches: Sequence[int], scales: Sequence[int]) 
         total += heads * dim * inputs.item_bytes(place)
     blocks, _, block_size, _ = _cache(inputs, caches[0])
     for place in scales:
-        if inputs.has(place) and inputs.shape(place)[0] == blocks > 1:  # else static
+        if inputs.has(place) and inputs.shape(place)[2] == block_size:  # else static
             total += inputs.bytes(place) // (blocks * block_size)
     return total
 
