@@ -60,6 +60,10 @@ What it does:
   code serves each operator. What is absent or broken comes with what to do about it. It changes
   nothing.
 
+  With a recipe it says what that would run into on a device, before anything runs: illegal or
+  unfit blocks, keys that one large bias leaves without digits, lost scales, caches that the NPU
+  would copy in every step, batches that lose their blocks, memory that does not suffice.
+
   --selftest runs every kernel that is built against the operators' references, over odd sizes and
   extreme values, and compares its speed with what the device's documented peaks allow. On a 910B
   the kernels run there. Elsewhere the same list runs on the CPU twin, which simulates the NPU's
@@ -68,11 +72,12 @@ What it does:
 Examples:
   ascend-kv doctor
   ascend-kv doctor --json
+  ascend-kv doctor recipes/qwen_910b.yaml --model ~/models/Qwen2.5-7B-Instruct --target 910B3
   ascend-kv doctor --selftest --quick
   ascend-kv doctor --selftest --output runs/doctor      # doctor.txt and doctor.json, to paste
 
-Exit codes: 0 all is well (absent is well), 1 a kernel is wrong or something is broken, 2 something
-given was not legal.
+Exit codes: 0 all is well (absent is well, a warning too without --strict), 1 a kernel is wrong,
+something is broken or the recipe has an error, 2 something given was not legal.
 """
 
 
@@ -220,6 +225,14 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "doctor", "show what is here to run on, and test the kernels", _DOCTOR_EXAMPLES
     )
     parser.set_defaults(command=_doctor)
+    parser.add_argument(
+        "recipe", type=Path, nargs="?", metavar="RECIPE.yaml", help="a recipe to look over"
+    )
+    parser.add_argument("--model", help="of the recipe: directory, config.json or .gguf file")
+    parser.add_argument(
+        "--target", metavar="NAME", help="the device the recipe is for: 910B3, cpu (what is here)"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit code 1 for warnings too")
     parser.add_argument("--selftest", action="store_true", help="test every kernel that is built")
     parser.add_argument("--quick", action="store_true", help="a self-test of few calls")
     parser.add_argument(
@@ -343,6 +356,10 @@ def _doctor(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if given not in (False, "auto") and not options.selftest:
             raise UsageError(f"--{name}", given, "together with --selftest")
+    for name in ("model", "target"):
+        given = getattr(options, name)
+        if given is not None and options.recipe is None:
+            raise UsageError(f"--{name}", given, "together with RECIPE.yaml")
     from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.doctor import run_doctor
 
@@ -353,6 +370,10 @@ def _doctor(options: argparse.Namespace) -> None:
         device=options.device,
         as_json=options.json,
         directory=options.output,
+        recipe=options.recipe,
+        model=options.model,
+        target=options.target,
+        strict=options.strict,
     )
 
 
