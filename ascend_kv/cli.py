@@ -1,4 +1,4 @@
-"""The command line: ``ascend-kv bench``, ``ascend-kv plan`` and ``ascend-kv doctor``.
+"""The command line: ``ascend-kv bench``, ``plan``, ``profile`` and ``doctor``.
 
 Exit codes: 0 done, 1 something failed, 2 something given was not legal, 130 interrupted.
 A user sees messages, not tracebacks; ``--debug`` or ``ASCEND_KV_DEBUG=1`` shows those too.
@@ -15,11 +15,16 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ascend_kv import __version__
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate import plan_arguments
+
+if TYPE_CHECKING:
+    from ascend_kv.evaluate.console import Log
 
 INTERRUPTED = 130
 
@@ -45,6 +50,10 @@ What it does:
   code serves each operator. What is absent or broken comes with what to do about it. It changes
   nothing.
 
+  With a recipe it says what that would run into on a device, before anything runs: illegal or
+  unfit blocks, keys that one large bias leaves without digits, lost scales, caches that the NPU
+  would copy in every step, batches that lose their blocks, memory that does not suffice.
+
   --selftest runs every kernel that is built against the operators' references, over odd sizes and
   extreme values, and compares its speed with what the device's documented peaks allow. On a 910B
   the kernels run there. Elsewhere the same list runs on the CPU twin, which simulates the NPU's
@@ -53,11 +62,12 @@ What it does:
 Examples:
   ascend-kv doctor
   ascend-kv doctor --json
+  ascend-kv doctor recipes/qwen_910b.yaml --model ~/models/Qwen2.5-7B-Instruct --target 910B3
   ascend-kv doctor --selftest --quick
   ascend-kv doctor --selftest --output runs/doctor      # doctor.txt and doctor.json, to paste
 
-Exit codes: 0 all is well (absent is well), 1 a kernel is wrong or something is broken, 2 something
-given was not legal.
+Exit codes: 0 all is well (absent is well, a warning too without --strict), 1 a kernel is wrong,
+something is broken or the recipe has an error, 2 something given was not legal.
 """
 
 
@@ -100,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_bench(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_doctor(commands)
     return parser
 
@@ -135,6 +146,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--device", choices=("auto", "cpu", "npu"), help="default: the recipe's")
     parser.add_argument(
+        "--profile", action="store_true", help="profile decode steps at the end, a format each"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="report.json on standard output, tables on the other"
     )
 
@@ -145,11 +159,40 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan_arguments.add_arguments(parser)
 
 
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from ascend_kv.profile.command import EXAMPLES
+
+    parser = _add_command(
+        commands, "profile", "say where the time of a profiled run went", EXAMPLES
+    )
+    parser.set_defaults(command=_profile)
+    parser.add_argument("path", type=Path, metavar="FILE|FOLDER", help="the profile")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="one of before the change")
+    parser.add_argument("--device", metavar="NAME", help="whose peaks to compare with: 910B3, ...")
+    parser.add_argument(
+        "--step-operator",
+        metavar="NAME",
+        help="an operator that ends every step, for profiles that name no steps",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write profile.json and plots there"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(
         commands, "doctor", "show what is here to run on, and test the kernels", _DOCTOR_EXAMPLES
     )
     parser.set_defaults(command=_doctor)
+    parser.add_argument(
+        "recipe", type=Path, nargs="?", metavar="RECIPE.yaml", help="a recipe to look over"
+    )
+    parser.add_argument("--model", help="of the recipe: directory, config.json or .gguf file")
+    parser.add_argument(
+        "--target", metavar="NAME", help="the device the recipe is for: 910B3, cpu (what is here)"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit code 1 for warnings too")
     parser.add_argument("--selftest", action="store_true", help="test every kernel that is built")
     parser.add_argument("--quick", action="store_true", help="a self-test of few calls")
     parser.add_argument(
@@ -184,8 +227,10 @@ def _bench(options: argparse.Namespace) -> None:
     from ascend_kv.evaluate.main_job import run_main_job
 
     saver = report.Saver(directory, log)
+    profiles = directory / "profile"
+    job = partial(run_main_job, profiles=profiles) if options.profile else run_main_job
     try:
-        result = run_main_job(recipe, options.text, options.quick, log, saver)
+        result = job(recipe, options.text, options.quick, log, saver)
     except BaseException:  # an interruption too: what was measured has cost minutes
         saver.write_unfinished()
         raise
@@ -194,6 +239,20 @@ def _bench(options: argparse.Namespace) -> None:
         print(json.dumps(result.as_json(), indent=1))
     report.write_report(result, directory)
     log.say(f"Report: {directory / 'report.md'}")
+    if options.profile:
+        _show_profiles(profiles, log, options.json)
+
+
+def _show_profiles(directory: Path, log: Log, as_json: bool) -> None:
+    """What ``bench --profile`` recorded: one table; each folder gets its own report."""
+    from ascend_kv.evaluate.console import print_table, table_console
+    from ascend_kv.evaluate.tables import TextTable
+    from ascend_kv.profile.command import report_folders
+
+    table, files = report_folders(directory)
+    print_table(TextTable(*table), table_console(stderr=as_json))
+    for file in files:
+        log.say(f"Profile: {file}")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -202,11 +261,38 @@ def _plan(options: argparse.Namespace) -> None:
     run_plan(options)
 
 
+def _profile(options: argparse.Namespace) -> None:
+    from ascend_kv.evaluate.console import Log, print_table, table_console
+    from ascend_kv.evaluate.tables import TextTable
+    from ascend_kv.profile.command import run_profile
+
+    log = Log(table_console(stderr=True))
+    report = run_profile(
+        options.path,
+        before=options.compare,
+        device=options.device,
+        step_operator=options.step_operator,
+        directory=options.output,
+        say=log.say,
+    )
+    if options.json:
+        print(json.dumps(report.json, indent=1))
+    else:
+        for table in report.tables:
+            print_table(TextTable(*table), table_console())
+    for file in report.files:
+        log.say(f"Written: {file}")
+
+
 def _doctor(options: argparse.Namespace) -> None:
     for name in ("quick", "device"):
         given = getattr(options, name)
         if given not in (False, "auto") and not options.selftest:
             raise UsageError(f"--{name}", given, "together with --selftest")
+    for name in ("model", "target"):
+        given = getattr(options, name)
+        if given is not None and options.recipe is None:
+            raise UsageError(f"--{name}", given, "together with RECIPE.yaml")
     from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.doctor import run_doctor
 
@@ -217,6 +303,10 @@ def _doctor(options: argparse.Namespace) -> None:
         device=options.device,
         as_json=options.json,
         directory=options.output,
+        recipe=options.recipe,
+        model=options.model,
+        target=options.target,
+        strict=options.strict,
     )
 
 

@@ -49,6 +49,7 @@ NO_TORCH = (
     "engine.scheduler",
     "engine.stats",
     "plan",
+    "profile",
 )
 # A foreign library, and the only place that may import it.
 ONLY_IN = {"torch_npu": "ops.platform", "transformers": "integrations", "vllm": "integrations"}

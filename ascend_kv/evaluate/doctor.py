@@ -18,18 +18,25 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ascend_kv import __version__
-from ascend_kv.devices import DEVICES
+from ascend_kv.devices import DEVICES, get_device
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate import twin
 from ascend_kv.evaluate.console import Log, print_table, table_console
+from ascend_kv.evaluate.finding import ABSENT, BROKEN, OK, WARNING, Finding
 from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.evaluate.recipe import load_recipe
+from ascend_kv.evaluate.surroundings import (
+    chip_findings,
+    numa,
+    read_chips,
+    settings,
+    threads,
+)
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.user_values import format_bytes
-
-OK, ABSENT, BROKEN = "ok", "absent", "broken"
 
 _CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "sve", "bf16",
@@ -45,15 +52,6 @@ _SET_ENV = (
 _NPU_SMI_SECONDS = 20
 
 
-class Finding(NamedTuple):
-    """One thing that was looked at: ``state`` is OK, ABSENT or BROKEN."""
-
-    name: str
-    state: str
-    value: str
-    advice: str = ""
-
-
 def run_doctor(
     log: Log,
     *,
@@ -62,6 +60,10 @@ def run_doctor(
     device: str,
     as_json: bool,
     directory: Path | None,
+    recipe: Path | None = None,
+    model: str | None = None,
+    target: str | None = None,
+    strict: bool = False,
 ) -> None:
     """The command: look, test if asked to, print, write.
 
@@ -72,21 +74,37 @@ def run_doctor(
         device: where: ``npu``, ``cpu`` or ``auto``.
         as_json: print JSON instead of text.
         directory: where ``doctor.txt`` and ``doctor.json`` go; None: nowhere.
+        recipe: one to look over; None: none.
+        model: in place of the recipe's.
+        target: the device that the recipe is for; None: the one that is here.
+        strict: warnings are complaints too.
 
     Raises:
-        UsageError: no such device here.
-        RunError: after everything is printed and written: a kernel is wrong, something is broken.
+        UsageError: no such device here, or a recipe that cannot be read.
+        RunError: after everything is printed and written: a kernel is wrong, something is broken,
+            a recipe has an error (or, if strict, there is a warning).
         OSError: the report cannot be written.
     """
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
+    given = load_recipe(recipe) if recipe is not None else None
+    aim = get_device(target) if target is not None else None
     findings = examine()
     text = io.StringIO()
     console = table_console(file=text)
     console.print(as_text(findings), markup=False, highlight=False, soft_wrap=True)
     report: dict[str, Any] = {"environment": [finding._asdict() for finding in findings]}
-    complaints = [f"{f.name}: {f.value}" for f in findings if f.state == BROKEN]
+    grave = (BROKEN, WARNING) if strict else (BROKEN,)
+    complaints = [f"{f.name}: {f.value}" for f in findings if f.state in grave]
     torch_loads = all(f.state != BROKEN for f in findings if f.name == "torch")
+    if given is not None and torch_loads:
+        from ascend_kv.evaluate import lint  # with torch
+
+        lints = lint.lint_recipe(given, aim or lint.device_here(given.device), model)
+        console.print(lint.as_text(str(recipe), lints), markup=False, soft_wrap=True)
+        report["recipe"] = {"path": str(recipe), "lints": [x._asdict() for x in lints]}
+        severities = ("error", "warning") if strict else ("error",)
+        complaints += [f"{x.key}: {x.found}" for x in lints if x.severity in severities]
     if selftest and torch_loads:
         if not as_json:
             print(text.getvalue())
@@ -129,15 +147,25 @@ def examine() -> list[Finding]:
         Finding("ascend_kv", OK, f"{__version__}, {Path(__file__).resolve().parents[1]}"),
         Finding("Python", OK, f"{platform.python_version()} ({platform.python_implementation()})"),
         *_processor(),
-        _driver(),
+        *_driver(),
         *_cann(),
+        settings(),
         *_libraries(),
         _twin(),
     ]
+    cores = this_machine("cpu", 0).cores
     if any(found.name == "torch" and found.state == BROKEN for found in findings):
-        return findings
+        return [*findings, threads(cores, None)]
+    import torch
+
     device, finding = _device()
-    return [*findings, finding, _native(), *_operators(device)]
+    return [
+        *findings,
+        threads(cores, torch.get_num_threads()),
+        finding,
+        _native(),
+        *_operators(device),
+    ]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -166,27 +194,37 @@ def _processor() -> list[Finding]:
     ]
 
 
-def _driver() -> Finding:
-    """The NPU's driver, as its own tool sees it."""
+def _driver() -> list[Finding]:
+    """The NPU's driver, as its own tool sees it, its chips, and where they are."""
+    finding, said = _npu_smi()
+    chips = read_chips(said)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return [finding, *chip_findings(chips), numa(chips, allowed)]
+
+
+def _npu_smi() -> tuple[Finding, str]:
+    """Whether the driver works, and what ``npu-smi info`` says."""
     tool = shutil.which("npu-smi") or "/usr/local/bin/npu-smi"
     if not Path(tool).exists():
         advice = "on a machine with an NPU, install its driver and firmware"
-        return Finding("NPU driver", ABSENT, "npu-smi not found", advice)
+        return Finding("NPU driver", ABSENT, "npu-smi not found", advice), ""
     try:
         done = subprocess.run(
             [tool, "info"], capture_output=True, text=True, timeout=_NPU_SMI_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         advice = "run npu-smi info by hand; the driver may need a restart"
-        return Finding("NPU driver", BROKEN, f"{tool}: {error}", advice)
+        return Finding("NPU driver", BROKEN, f"{tool}: {error}", advice), ""
     version = re.search(r"Version:\s*([\w.]+)", done.stdout)
     chips = re.findall(r"\b910B\w*(?:-\d)?|\b950\w*", done.stdout)
     if done.returncode or version is None:
         said = (done.stderr or done.stdout).strip().splitlines()
         advice = "run npu-smi info by hand; in a container, pass the devices and driver in"
-        return Finding("NPU driver", BROKEN, said[0] if said else "npu-smi says nothing", advice)
+        value = said[0] if said else "npu-smi says nothing"
+        return Finding("NPU driver", BROKEN, value, advice), ""
     counted = ", ".join(f"{chips.count(chip)} x {chip}" for chip in dict.fromkeys(chips))
-    return Finding("NPU driver", OK, f"{version[1]}; {counted or 'no chip that is known here'}")
+    value = f"{version[1]}; {counted or 'no chip that is known here'}"
+    return Finding("NPU driver", OK, value), done.stdout
 
 
 def _cann() -> list[Finding]:

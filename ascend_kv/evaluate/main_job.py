@@ -29,6 +29,7 @@ from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
+from ascend_kv.evaluate.profiling import formats_of, record_profiles
 from ascend_kv.evaluate.recipe import BenchRecipe, name_format, with_real_formats
 from ascend_kv.evaluate.results import (
     AttentionRoute,
@@ -63,7 +64,12 @@ Save = Callable[[BenchResult], None]
 
 
 def run_main_job(
-    recipe: BenchRecipe, text_path: Path | None, quick: bool, log: Log, save: Save
+    recipe: BenchRecipe,
+    text_path: Path | None,
+    quick: bool,
+    log: Log,
+    save: Save,
+    profiles: Path | None = None,
 ) -> BenchResult:
     """Run everything.
 
@@ -73,6 +79,7 @@ def run_main_job(
         quick: noted in the result; the recipe has been shortened already.
         log: says what is going on.
         save: called with the unfinished result after every part.
+        profiles: where profiles of decode steps go; None: none are made.
 
     Raises:
         UsageError: a value that is not legal, as early as it can be known.
@@ -95,6 +102,8 @@ def run_main_job(
             job.result.wall_seconds = time.perf_counter() - started
             save(job.result)
     job.result.complete = True
+    if profiles is not None:
+        job.record_profiles(profiles)
     return job.result
 
 
@@ -317,6 +326,13 @@ class _MainJob:
                 self.recipe, self.loaded, self.tokenizer, self.prompts, self.block_size, advance
             )
         yield "samples"
+
+    def record_profiles(self, directory: Path) -> None:
+        """Decode steps under the profiler; nothing of them is part of the result."""
+        with self.log.bar("profiles", len(formats_of(self.recipe)), "formats") as advance:
+            record_profiles(
+                self.recipe, self.loaded, self.block_size, self.token_ids, directory, advance
+            )
 
 
 def _model_info(name: str, loaded: LoadedModel) -> ModelInfo:

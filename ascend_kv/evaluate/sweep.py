@@ -41,11 +41,11 @@ def run_sweep(
     blocks = -(-length // block_size)
     llm = roomy_llm(recipe, loaded, sweep.kv_cache_dtype, block_size, max(sweep.batches), length)
     context = list(text_token_ids[: sweep.context_tokens])
-    _fill(llm, context, blocks, max(sweep.batches))
+    fill(llm, context, blocks, max(sweep.batches))
     points = []
     for batch in sweep.batches:
         seconds = [
-            _decode(llm, batch, context[-1], position, blocks, block_size)
+            decode(llm, batch, context[-1], position, blocks, block_size)
             for position in range(len(context), length)
         ][WARM_UP_STEPS:]
         step_seconds = sum(seconds) / len(seconds)
@@ -54,7 +54,7 @@ def run_sweep(
     return Sweep(sweep.kv_cache_dtype, len(context), points)
 
 
-def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
+def fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
     """Store the context once, then give every sequence a copy in its own blocks."""
     llm.model.forward(single_sequence(context, llm.block_size, last_logits=True))
     for layer in llm.cache.layers:
@@ -63,7 +63,7 @@ def _fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
             copies[1:] = copies[:1].clone()
 
 
-def _decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:
+def decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:
     """Seconds of one step in which ``batch`` sequences bring the token at ``position``."""
     starts = [sequence * blocks for sequence in range(batch)]
     work = Batch(

@@ -12,6 +12,8 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.errors import RunError, UsageError
+from ascend_kv.ops import profiler
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import Route, attend, routes_taken
 from ascend_kv.ops.native import VARIABLE, operators_wanted
@@ -30,6 +33,7 @@ from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, ha
 logger = logging.getLogger(__name__)
 
 DEVICES = ("npu", "cpu")
+RECORDER_WARM_UP_STEPS = profiler.WARM_UP_STEPS
 _NPU_LIBRARY = "ascend_kv.ops._npu"  # built by setup.py; a library, not a module
 _NOT_BUILT = (
     "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
@@ -85,6 +89,16 @@ def synchronize(device: str) -> None:
     """Wait until all that was given to the device is done; on the CPU it already is."""
     if device == "npu":
         _torch_npu().npu.synchronize()
+
+
+def record_steps(
+    device: str, directory: Path, steps: int
+) -> AbstractContextManager[Callable[[], None]]:
+    """Profile ``RECORDER_WARM_UP_STEPS`` and ``steps`` more, into ``directory``.
+
+    Inside it, call what it yields at the end of each step.
+    """
+    return profiler.record(_torch_npu() if device == "npu" else None, directory, steps)
 
 
 def free_memory_bytes(device: str) -> int:

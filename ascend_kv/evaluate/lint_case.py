@@ -1,0 +1,88 @@
+"""What a lint looks at, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ascend_kv.devices import Device
+from ascend_kv.errors import UsageError
+from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
+from ascend_kv.evaluate.schemes import layer_formats, make_budget
+from ascend_kv.geometry import ModelGeometry, format_spec
+from ascend_kv.plan.capacity import Capacity, capacity
+
+Severity = Literal["error", "warning", "note"]
+
+
+class Lint(NamedTuple):
+    """One finding. An error will fail or give wrong results, a warning costs, a note informs."""
+
+    severity: Severity
+    key: str
+    found: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked at.
+
+    Attributes:
+        recipe: with real formats.
+        device: it is to run on.
+        geometry: of the model; None where it is not at hand.
+        model: its directory or file; None as above.
+        model_dtype: what it computes in.
+    """
+
+    recipe: BenchRecipe
+    device: Device
+    geometry: ModelGeometry | None
+    model: Path | None
+    model_dtype: str
+
+    @property
+    def block_size(self) -> int:
+        return self.recipe.block_size or self.device.default_block_size
+
+    @property
+    def on_npu(self) -> bool:
+        return self.device.name != "cpu"
+
+    @property
+    def quantized(self) -> list[tuple[str, str]]:
+        """The recipe's quantized formats, after the keys that ask for them."""
+        return [x for x in self.recipe.formats() if x[1] != "auto" and format_spec(x[1]).quantized]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a running sequence, on the average."""
+        work = self.recipe.workload
+        return work.prompt_tokens.mean + work.output_tokens.mean / 2
+
+    def capacity_of(self, scheme: SchemeRecipe) -> Capacity:
+        """What the planner says; needs the geometry.
+
+        Raises:
+            UsageError: as ``plan.capacity.capacity``.
+        """
+        assert self.geometry is not None
+        work = self.recipe.workload
+        return capacity(
+            self.geometry,
+            layer_formats(self.recipe, scheme.kv_cache_dtype, self.geometry, self.model_dtype),
+            make_budget(self.recipe, self.geometry, self.block_size).bytes,
+            self.block_size,
+            scheme.allocator,
+            self.recipe.max_model_len,
+            [(round(work.prompt_tokens.mean), round(work.output_tokens.mean))],
+        )
+
+
+def refused(key: str, error: UsageError, reason: str) -> Lint:
+    """The error that a ``UsageError`` is for a recipe."""
+    found = str(error.given) if error.field == key else f"{error.field}: {error.given}"
+    return Lint("error", key, found, reason, f"legal: {error.legal}. {error.hint}".strip())
