@@ -18,7 +18,7 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("architectures", "gguf_header"),
+    ("architectures", "compressed_layers", "gguf_header"),
     ("geometry", "devices", "registry", "metrics"),
     ("model_files", "user_values"),
     ("config",),
