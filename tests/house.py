@@ -39,6 +39,7 @@ NO_TORCH = (
     *(room for rooms in FLOORS[: FLOOR_OF["config"] + 1] for room in rooms),
     "cache.blocks",
     "cache.tables",
+    "cache.group_tables",
     "cache.stats",
     "engine.detokenizer",
     "engine.outputs",

@@ -62,6 +62,10 @@ class SequenceTables(ABC):
         """Blocks of ``sequence`` in token order; the caller must not change the list."""
         return self._tables[sequence]
 
+    def group_tables(self, sequence: str) -> dict[str, list[int]]:
+        """By group, where there are several: blocks of ``sequence``, in order; not to be changed."""
+        return {}
+
     def holds(self, sequence: str) -> bool:
         """Whether ``sequence`` has blocks."""
         return sequence in self._tables
@@ -97,15 +101,18 @@ class PagedTables(SequenceTables):
         return self._blocks_for(num_tokens) + headroom_blocks <= self.pool.num_free
 
     def reserve(self, sequence: str, num_tokens: int) -> bool:
-        table = self._tables.get(sequence, [])
-        missing = self._blocks_for(num_tokens) - len(table)
-        if missing > self.pool.num_free:
+        if not self.can_reserve(sequence, num_tokens):
             return False
-        if sequence not in self._tables:
-            self._tables[sequence] = table
-            self._tokens[sequence] = 0
+        table = self._tables.setdefault(sequence, [])
+        self._tokens.setdefault(sequence, 0)
+        missing = self._blocks_for(num_tokens) - len(table)
         table.extend(self.pool.allocate() for _ in range(missing))
         return True
+
+    def can_reserve(self, sequence: str, num_tokens: int) -> bool:
+        """Whether ``reserve`` would make room; changes nothing."""
+        missing = self._blocks_for(num_tokens) - len(self._tables.get(sequence, ()))
+        return missing <= self.pool.num_free
 
 
 class ContiguousTables(SequenceTables):

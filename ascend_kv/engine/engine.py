@@ -227,6 +227,7 @@ class Engine:
             query_lengths=[item.num_tokens for item in work],
             kv_lengths=[item.stop for item in work],
             logits_indices=logits_indices,
+            group_tables=[self._tables.group_tables(item.request.key) for item in work],
         )
 
     def _advance(self, work: list[Work], wanted: list[int], logits: torch.Tensor) -> list[Request]:
