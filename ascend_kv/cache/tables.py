@@ -63,7 +63,7 @@ class SequenceTables(ABC):
         return self._tables[sequence]
 
     def group_tables(self, sequence: str) -> dict[str, list[int]]:
-        """By group, where there are several: blocks of ``sequence``, in order; not to be changed."""
+        """By group, where there are several: blocks of ``sequence``, not to be changed."""
         return {}
 
     def holds(self, sequence: str) -> bool:

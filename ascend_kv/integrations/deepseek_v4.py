@@ -1,0 +1,58 @@
+"""DeepSeek-V4 as the engine's ``Model``: Hugging Face's weights on the compressed cache.
+
+The cache has four groups (``compressed_layers``): rings of the latest tokens, entries of CSA and
+of HCA layers in pages, and the float32 state of windows that are filling. A sequence that is
+preempted gives all of it back and is computed again, as with any model.
+
+On an Ascend 910B the attention of such layers is CANN's SparseFlashMla where that is installed
+(``ops.sparse_flash_mla`` is the map), else, and everywhere else, our own operators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_kv.cache.compressed import CompressedKVCache
+from ascend_kv.engine.batch import Batch
+from ascend_kv.integrations.attention import STEP_KEYWORD
+from ascend_kv.integrations.deepseek_v4_attention import make_rotary_table
+from ascend_kv.integrations.deepseek_v4_step import CompressedStep
+from ascend_kv.integrations.loading import LoadedModel
+
+
+class DeepseekV4Model:
+    """Runs packed batches of many sequences through one forward ``[1, T]``."""
+
+    def __init__(
+        self, loaded: LoadedModel, cache: CompressedKVCache, max_model_len: int | None = None
+    ) -> None:
+        """Join weights and cache; both may be large, neither is copied.
+
+        Args:
+            loaded: the weights; other models may share them.
+            cache: what keys and entries are stored in.
+            max_model_len: positions that may be cached; None: the model's longest sequence. A
+                table of angles takes 4 * R bytes for each, once for all layers.
+        """
+        assert loaded.geometry.compressed is not None, "load_model of a DeepSeek-V4"
+        self.loaded = loaded
+        self.cache = cache
+        self._layers = loaded.geometry.compressed
+        self._device = loaded.hf_model.device
+        longest = max_model_len or loaded.geometry.max_position_tokens
+        self._rotary_table = make_rotary_table(loaded.hf_model, longest)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits ``[len(batch.logits_indices), vocab]`` in the model's type."""
+        step = CompressedStep(self.cache, self._layers, batch, self._rotary_table, self._device)
+        device = self._device
+        output = self.loaded.hf_model(
+            input_ids=torch.tensor([batch.token_ids], device=device),
+            position_ids=torch.tensor([batch.positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(batch.logits_indices, dtype=torch.int64, device=device),
+            **{STEP_KEYWORD: step},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
