@@ -149,6 +149,18 @@ class GroupBlocks(NamedTuple):
     block_size: int
 
 
+def least_bytes(
+    layers: CompressedLayers,
+    formats: CompressedFormats,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> int:
+    """Bytes of slots for ``max_num_seqs`` and the blocks of one sequence of ``max_model_len``."""
+    blocks = _blocks(layers, block_size, max_model_len, max_num_seqs)
+    return sum(layers.cache_bytes(blocks, formats).values())
+
+
 def plan_groups(
     layers: CompressedLayers,
     formats: CompressedFormats,
@@ -164,22 +176,12 @@ def plan_groups(
     is partly empty.
 
     Raises:
-        UsageError: one sequence of ``max_model_len`` tokens does not fit beside the slots.
+        UsageError: less than ``least_bytes``.
     """
-
-    def size(tokens: int, extra: int) -> GroupBlocks:
-        counts = {
-            group: -(-(tokens // layers.ratio(group)) // block_size) if layers.count(group) else 0
-            for group in PAGED_GROUPS
-        }
-        return GroupBlocks(max_num_seqs, counts["csa"], counts["hca"] + extra, block_size)
-
-    def takes(blocks: GroupBlocks) -> int:
-        return sum(layers.cache_bytes(blocks, formats).values())
-
-    least = takes(size(max_model_len, 0))
+    least = least_bytes(layers, formats, block_size, max_model_len, max_num_seqs)
     if memory_bytes < least:
-        slots = takes(GroupBlocks(max_num_seqs, 0, 0, block_size))
+        empty = GroupBlocks(max_num_seqs, 0, 0, block_size)
+        slots = sum(layers.cache_bytes(empty, formats).values())
         raise UsageError(
             "kv_cache_memory_bytes",
             memory_bytes,
@@ -189,12 +191,29 @@ def plan_groups(
             "lower one of the two.",
         )
     block_bytes = block_size * layers.group_entry_bytes("hca", formats)
-    room = (memory_bytes - least) // block_bytes if block_bytes else 0
-    extra = min(room, max_num_seqs - 1) if block_bytes else 0
+    extra = min((memory_bytes - least) // block_bytes, max_num_seqs - 1) if block_bytes else 0
+
+    def size(tokens: int) -> GroupBlocks:
+        blocks = _blocks(layers, block_size, tokens, max_num_seqs)
+        return blocks._replace(hca=blocks.hca + extra)
+
     # more than all sequences at full length can never be used
     choices = range(max_model_len, max_num_seqs * max_model_len + 1)
-    fitting = bisect_right(choices, memory_bytes, key=lambda tokens: takes(size(tokens, extra)))
-    return size(choices[fitting - 1], extra)
+    fitting = bisect_right(
+        choices, memory_bytes, key=lambda n: sum(layers.cache_bytes(size(n), formats).values())
+    )
+    return size(choices[fitting - 1])
+
+
+def _blocks(
+    layers: CompressedLayers, block_size: int, tokens: int, max_num_seqs: int
+) -> GroupBlocks:
+    """As many blocks as one sequence of ``tokens`` takes."""
+    csa, hca = (
+        -(-(tokens // layers.ratio(group)) // block_size) if layers.count(group) else 0
+        for group in PAGED_GROUPS
+    )
+    return GroupBlocks(max_num_seqs, csa, hca, block_size)
 
 
 def layers_from_config(config: Mapping[str, Any]) -> CompressedLayers:

@@ -68,7 +68,9 @@ def make_deepseek(directory: Path, *schedule: str, seed: int = 0, **changes: Any
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("position_bias", "sinks")):
                 parameter.normal_(0, 1.0)
-            elif "proj" in name or "embed" in name or "lm_head" in name:
+            elif "lm_head" in name:
+                parameter.normal_(0, 0.06)  # logits of order 1
+            elif "proj" in name or "embed" in name:
                 # The usual 0.02 leaves attention nearly uniform: errors in it would not show.
                 parameter.normal_(0, 0.25)
             elif "hc" not in name:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from ascend_kv.cache.static_layer import ClippedShare
 from ascend_kv.compressed_layers import CompressedFormats, CompressedLayers, GroupBlocks
 from ascend_kv.formats import INT8
 from ascend_kv.formats.base import Encoded
@@ -101,6 +102,15 @@ class CompressedKVCache:
         self.layers = tuple(
             _allocate(kind, layers, formats, blocks, torch.device(device)) for kind in layers.kinds
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the two paged groups together."""
+        return self.blocks.csa + self.blocks.hca
+
+    def clipped_shares(self) -> dict[int, ClippedShare]:
+        """Of layers with static scales, which there are not: INT8 entries have their own."""
+        return {}
 
     @property
     def bytes_by_layer(self) -> tuple[int, ...]:

@@ -10,9 +10,13 @@ On an Ascend 910B the attention of such layers is CANN's SparseFlashMla where th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ascend_kv.cache.compressed import CompressedKVCache
+from ascend_kv.cache.group_tables import GroupTables
+from ascend_kv.compressed_layers import CompressedFormats, least_bytes, plan_groups
 from ascend_kv.engine.batch import Batch
 from ascend_kv.integrations.attention import STEP_KEYWORD
 from ascend_kv.integrations.deepseek_v4_attention import make_rotary_table
@@ -56,3 +60,34 @@ class DeepseekV4Model:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def make_compressed_cache(
+    loaded: LoadedModel,
+    formats: CompressedFormats,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    memory_bytes: Callable[[int], int],
+) -> tuple[GroupTables, CompressedKVCache, DeepseekV4Model]:
+    """Tables, tensors and model for the memory that there is.
+
+    Args:
+        loaded: the weights.
+        formats: types of the cache.
+        block_size: entries of a block.
+        max_model_len: longest sequence. max_num_seqs: sequences that have a slot.
+        memory_bytes: from the least that is needed to the bytes of the cache.
+
+    Raises:
+        UsageError: less memory than that.
+    """
+    layers = loaded.geometry.compressed
+    assert layers is not None, "load_model of a DeepSeek-V4"
+    least = least_bytes(layers, formats, block_size, max_model_len, max_num_seqs)
+    blocks = plan_groups(
+        layers, formats, block_size, memory_bytes(least), max_model_len, max_num_seqs
+    )
+    cache = CompressedKVCache(layers, formats, blocks, loaded.hf_model.device)
+    model = DeepseekV4Model(loaded, cache, max_model_len)
+    return GroupTables(layers, blocks), cache, model

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 class Span(NamedTuple):
     """One sequence's part of a step."""
 
-    index: int
+    number: int
     first_row: int  # of the packed tokens
     start: int
     stop: int
@@ -83,9 +83,9 @@ class EntriesPlan(NamedTuple):
 def spans_of(batch: Batch) -> list[Span]:
     """The sequences of a batch."""
     spans, row = [], 0
-    for index, (queries, stop) in enumerate(zip(batch.query_lengths, batch.kv_lengths)):
-        (slot,) = batch.block_tables[index]
-        spans.append(Span(index, row, stop - queries, stop, slot))
+    for number, (queries, stop) in enumerate(zip(batch.query_lengths, batch.kv_lengths)):
+        (slot,) = batch.block_tables[number]
+        spans.append(Span(number, row, stop - queries, stop, slot))
         row += queries
     return spans
 
@@ -152,7 +152,7 @@ def plan_compression(
         done += len(held)
         before = range(first * ratio - ratio, first * ratio) if first else [0] * ratio
         previous.append(places(span, before))
-        table = batch.group_tables[span.index][group]
+        table = batch.group_tables[span.number][group]
         slots += (table[e // block_size] * block_size + e % block_size for e in range(first, last))
     rows, written = _latest(spans, kept_tokens)
     return CompressPlan(

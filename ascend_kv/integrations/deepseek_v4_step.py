@@ -163,7 +163,7 @@ class CompressedStep:
         dtype: torch.dtype,
     ) -> None:
         """Compress the windows that are full now into ``target``; keep the others' tokens."""
-        projected = (compressor.kv_proj(hidden), compressor.gate_proj(hidden))
+        projected = [_project(compressor.kv_proj, hidden), _project(compressor.gate_proj, hidden)]
         tokens = torch.stack(projected, 1).to(torch.float32)  # [T, 2, C]
         if plan.lengths:
             rows = torch.cat((state[plan.kept_places], tokens))[plan.order]
@@ -228,7 +228,7 @@ class CompressedStep:
                 self._query_lengths,
                 plan.lengths,
                 scale,
-                causal=False,
+                query_positions=plan.last_seen,
                 entries=listed,
             )
         # Read what was selected and no more: a page of its own for each query.
@@ -247,6 +247,7 @@ class CompressedStep:
             [min(count, columns) for count in plan.counts],
             scale,
             causal=False,
+            query_positions=plan.last_seen,  # given, so that a query may have no entries
         )
 
     def _load(
@@ -269,7 +270,9 @@ class CompressedStep:
         query = indexer.q_b_proj(given.residual).unflatten(1, (indexer.num_heads, -1))
         query = turn_last(query, cosine[0], sine[0]).to(torch.float32)
         scorer = indexer.scorer
-        weights = scorer.weights_proj(given.hidden).to(torch.float32) * scorer.weights_scaling
+        weights = (
+            _project(scorer.weights_proj, given.hidden).to(torch.float32) * scorer.weights_scaling
+        )
         scores = query.new_full((len(query), max(plan.lengths)), -torch.inf)
         size, row = cache.index_keys.codes.shape[2], 0
         for queries, count, table in zip(self._query_lengths, plan.lengths, plan.tables):
@@ -299,6 +302,12 @@ def turn_last(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def target_dim(target: PagedVectors) -> int:
     """Channels of a vector in pages."""
     return target.codes.shape[3] + (0 if target.exact is None else target.exact.shape[3])
+
+
+def _project(projection: Any, hidden: Tensor) -> Tensor:
+    """transformers keeps some projections of a float16 model in float32."""
+    projected: Tensor = projection(hidden.to(projection.weight.dtype))
+    return projected
 
 
 def _score(query: Tensor, weights: Tensor, keys: Tensor, scorer: Any) -> Tensor:
