@@ -51,7 +51,12 @@ NO_TORCH = (
     "plan",
 )
 # A foreign library, and the only place that may import it.
-ONLY_IN = {"torch_npu": "ops.platform", "transformers": "integrations", "vllm": "integrations"}
+ONLY_IN = {
+    "torch_npu": "ops.platform",
+    "cann_ops_transformer": "ops.platform",
+    "transformers": "integrations",
+    "vllm": "integrations",
+}
 
 
 class Import(NamedTuple):

@@ -10,6 +10,7 @@ On an Ascend 910B the attention of such layers is CANN's SparseFlashMla where th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from ascend_kv.integrations.attention import STEP_KEYWORD
 from ascend_kv.integrations.deepseek_v4_attention import make_rotary_table
 from ascend_kv.integrations.deepseek_v4_step import CompressedStep
 from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.ops import platform
 
 
 class DeepseekV4Model:
@@ -45,11 +47,23 @@ class DeepseekV4Model:
         self._device = loaded.hf_model.device
         longest = max_model_len or loaded.geometry.max_position_tokens
         self._rotary_table = make_rotary_table(loaded.hf_model, longest)
+        self.library = platform.sparse_flash_mla_library(self._device.type)
+        """What has SparseFlashMla; None where there is none."""
+        self.routes: Counter[str] = Counter()
+        """What served the layers' attention, and how often: SparseFlashMla, or our operators"""
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits ``[len(batch.logits_indices), vocab]`` in the model's type."""
-        step = CompressedStep(self.cache, self._layers, batch, self._rotary_table, self._device)
+        step = CompressedStep(
+            self.cache,
+            self._layers,
+            batch,
+            self._rotary_table,
+            self._device,
+            self.library,
+            self.routes,
+        )
         device = self._device
         output = self.loaded.hf_model(
             input_ids=torch.tensor([batch.token_ids], device=device),

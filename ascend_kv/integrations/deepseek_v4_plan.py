@@ -41,7 +41,7 @@ class WindowPlan(NamedTuple):
 
     A token alone attends to the ring itself. Several of one sequence would overwrite what the
     first of them still see, so they attend to pages of this step: old rows of the ring, then
-    their own keys.
+    their own keys, each position p at row p % W of its page.
     """
 
     written_rows: Tensor  # of the packed tokens, the latest W of each sequence
@@ -51,7 +51,8 @@ class WindowPlan(NamedTuple):
     decode_lengths: list[int]
     page_count: int
     page_tables: Tensor  # [prefills, M]
-    page_lengths: list[int]
+    page_lengths: list[int]  # rows of the pages up to the last key
+    first_pages: list[int]  # position // W of the first page
     query_lengths: list[int]  # of the prefills
     old_places: Tensor  # of the ring
     old_targets: Tensor  # of the pages
@@ -101,14 +102,16 @@ def plan_window(spans: Sequence[Span], window: int, device: torch.device) -> Win
     new_targets: list[int] = []
     tables: list[list[int]] = []
     lengths: list[int] = []
+    firsts: list[int] = []
     pages = 0
     for span in prefills:
         old = range(max(0, span.start - window + 1), span.start)
-        base = pages * window
+        firsts.append(old.start // window)
+        shift = (pages - firsts[-1]) * window  # from a position to its row
         old_places += [span.slot * window + position % window for position in old]
-        old_targets += range(base, base + len(old))
-        new_targets += range(base + len(old), base + len(old) + span.length)
-        lengths.append(len(old) + span.length)
+        old_targets += (position + shift for position in old)
+        new_targets += range(span.start + shift, span.stop + shift)
+        lengths.append(span.stop - firsts[-1] * window)
         taken = -(-lengths[-1] // window)
         tables.append(list(range(pages, pages + taken)))
         pages += taken
@@ -121,6 +124,7 @@ def plan_window(spans: Sequence[Span], window: int, device: torch.device) -> Win
         page_count=pages,
         page_tables=pad_rows(tables, device),
         page_lengths=lengths,
+        first_pages=firsts,
         query_lengths=[span.length for span in prefills],
         old_places=_index(old_places, device),
         old_targets=_index(old_targets, device),

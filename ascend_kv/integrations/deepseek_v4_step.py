@@ -8,8 +8,9 @@ scores best, ties to the lowest index.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from ascend_kv import ops
 from ascend_kv.cache.compressed import CompressedKVCache, CompressedLayerCache, PagedVectors
 from ascend_kv.compressed_layers import CompressedLayers
 from ascend_kv.engine.batch import Batch
+from ascend_kv.integrations.deepseek_v4_fused import FusedAttention, LayerInput
 from ascend_kv.integrations.deepseek_v4_plan import (
     CompressPlan,
     EntriesPlan,
@@ -34,17 +36,6 @@ _SCORE_ELEMENTS = 1 << 24
 """Products of queries and indexer keys that are in memory at once"""
 
 
-class LayerInput(NamedTuple):
-    """What a layer brings to attention."""
-
-    module: Any  # its attention module
-    query: Tensor  # [T, H, D] after RoPE
-    key: Tensor  # [T, D] after RoPE; the value too
-    hidden: Tensor  # [T, hidden]
-    residual: Tensor  # [T, q_lora_rank], what queries are projected from
-    rotation: tuple[Tensor, Tensor]  # cosine and sine [1, T, R / 2] of the tokens' positions
-
-
 class CompressedStep:
     """The layers of one forward, each attending to what the cache holds after its tokens."""
 
@@ -55,6 +46,8 @@ class CompressedStep:
         batch: Batch,
         rotary_table: Tensor,
         device: torch.device,
+        library: Any = None,
+        routes: Counter[str] | None = None,
     ) -> None:
         """Plan the step.
 
@@ -63,42 +56,72 @@ class CompressedStep:
             batch: its block tables are the slots of the sequences.
             rotary_table: ``[max_model_len, R / 2, 2]``, of the compressed layers.
             device: of the cache.
+            library: what has SparseFlashMla, if anything.
+            routes: counts what served the layers' attention, if given.
         """
         self._cache, self._layers = cache, layers
         self._rotary_table = rotary_table
         spans = spans_of(batch)
         size = cache.blocks.block_size
         self._query_lengths = batch.query_lengths
-        self._window = plan_window(spans, layers.window_tokens, device)
+        self.window = plan_window(spans, layers.window_tokens, device)
         groups = [group for group in ("csa", "hca") if layers.count(group)]
         self._compression = {
             group: plan_compression(spans, batch, group, layers, size, device) for group in groups
         }
-        self._entries = {
+        self.entries = {
             group: plan_entries(spans, batch, group, layers.ratio(group), size, device)
             for group in groups
         }
+        self._fused = None
+        if library is not None:
+            self._fused = FusedAttention(library, layers, cache, spans, self.window, self.entries)
+        self._routes: Counter[str] = Counter() if routes is None else routes
 
     def attend(self, layer: int, given: LayerInput) -> Tensor:
         """Store a layer's tokens and attend: ``[T, H, D]``, RoPE still on its last channels."""
         cache, kind = self._cache.layers[layer], self._layers.kinds[layer]
+        pages = self._store(cache, given.key)
+        if kind != "window":
+            self._compress(kind, cache, given)
+        if self._fused is not None and self._fused.serves(kind, given.query):
+            self._routes["SparseFlashMla"] += 1
+            listed = self._list(kind, cache, given)
+            return self._fused.attend(kind, cache, pages, given, listed)
+        reason = "" if self._fused is None else f" ({self._fused.reason(kind)})"
+        self._routes[f"operators{reason}"] += 1
         sinks = given.module.sinks
         if kind == "window":
-            return self._attend_window(cache, given, sinks)[0]
-        window = self._attend_window(cache, given, None)
-        self._compress(kind, cache, given)
+            return self._attend_window(cache, pages, given, sinks)[0]
+        window = self._attend_window(cache, pages, given, None)
         compressed = self._attend_entries(kind, cache, given)
         parts = [window] if compressed is None else [window, compressed]
         outputs, log_sum_exps = zip(*parts, strict=True)
         return ops.merge_attention(outputs, log_sum_exps, sinks=sinks)[0]
 
-    def _attend_window(
-        self, cache: CompressedLayerCache, given: LayerInput, sinks: Tensor | None
-    ) -> Part:
-        plan, scale = self._window, given.module.scaling
+    def _store(self, cache: CompressedLayerCache, key: Tensor) -> Tensor | None:
+        """Write to the ring; returns the pages that the prefills attend to."""
+        plan = self.window
         ring = cache.ring.view(-1, cache.ring.shape[3])
         old = ring[plan.old_places]  # before they are overwritten
-        ring[plan.written_places] = given.key[plan.written_rows]
+        ring[plan.written_places] = key[plan.written_rows]
+        if not plan.page_count:
+            return None
+        # zeros, for no rubbish may stand where a page begins before the window
+        pages = cache.ring.new_zeros((plan.page_count, *cache.ring.shape[1:]))
+        rows = pages.view(-1, ring.shape[1])
+        rows[plan.old_targets] = old
+        rows[plan.new_targets] = key[plan.num_decodes :]
+        return pages
+
+    def _attend_window(
+        self,
+        cache: CompressedLayerCache,
+        pages: Tensor | None,
+        given: LayerInput,
+        sinks: Tensor | None,
+    ) -> Part:
+        plan, scale = self.window, given.module.scaling
         parts = []
         count = plan.num_decodes
         if count:
@@ -115,11 +138,7 @@ class CompressedStep:
                     sinks=sinks,
                 )
             )
-        if plan.page_count:
-            pages = cache.ring.new_empty((plan.page_count, *cache.ring.shape[1:]))
-            flat = pages.view(-1, ring.shape[1])
-            flat[plan.old_targets] = old
-            flat[plan.new_targets] = given.key[count:]
+        if pages is not None:
             parts.append(
                 ops.paged_attention(
                     given.query[count:],
@@ -134,6 +153,16 @@ class CompressedStep:
                 )
             )
         return _join(parts)
+
+    def _list(self, kind: str, cache: CompressedLayerCache, given: LayerInput) -> Tensor | None:
+        """The entries of each query ``[T, k]`` where a layer has lists of them, -1 for none."""
+        if kind != "csa":
+            return None
+        plan, columns = self.entries[kind], self._layers.index_topk
+        if max(plan.counts) > columns:
+            return self._select(plan, cache, given)
+        every = torch.arange(columns, dtype=torch.int32, device=given.query.device)
+        return torch.where(every <= plan.last_seen[:, None], every, -1)
 
     def _compress(self, kind: str, cache: CompressedLayerCache, given: LayerInput) -> None:
         plan, compressor = self._compression[kind], given.module.compressor
@@ -193,7 +222,7 @@ class CompressedStep:
         self, kind: str, cache: CompressedLayerCache, given: LayerInput
     ) -> Part | None:
         """Attention to entries; None where no query sees any."""
-        plan = self._entries[kind]
+        plan = self.entries[kind]
         assert cache.entries is not None
         if not any(plan.counts):
             return None
