@@ -59,13 +59,16 @@ class PagedVectors(NamedTuple):
 
     def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """The vectors at ``slots`` of any shape: ``[..., D]``."""
-        codes = _flat(self.codes)[slots]
+        rows = slots.flatten()
+        codes = _flat(self.codes).index_select(0, rows)  # on a CPU far faster than codes[slots]
         if self.scales is None:
-            return codes.to(dtype)
-        vectors = INT8.decode(Encoded(codes, self.scales.view(-1)[slots][..., None]), dtype)
-        if self.exact is None:
-            return vectors
-        return torch.cat((vectors, _flat(self.exact)[slots].to(dtype)), -1)
+            return codes.to(dtype).view(*slots.shape, -1)
+        scales = self.scales.view(-1).index_select(0, rows)[:, None]
+        vectors = INT8.decode(Encoded(codes, scales), dtype)
+        if self.exact is not None:
+            exact = _flat(self.exact).index_select(0, rows).to(dtype)
+            vectors = torch.cat((vectors, exact), 1)
+        return vectors.view(*slots.shape, -1)
 
 
 class CompressedLayerCache(NamedTuple):

@@ -34,6 +34,8 @@ Part = tuple[Tensor, Tensor]
 
 _SCORE_ELEMENTS = 1 << 24
 """Products of queries and indexer keys that are in memory at once"""
+_PAGE_ELEMENTS = 1 << 23
+"""Numbers of the entries that were selected for some queries, in memory at once"""
 
 
 class CompressedStep:
@@ -245,39 +247,35 @@ class CompressedStep:
     def _attend_listed(
         self, entries: PagedVectors, plan: EntriesPlan, given: LayerInput, listed: Tensor
     ) -> Part:
-        """Attention to the entries ``listed`` [T, k] for each query, best first, -1 for none."""
-        query, scale = given.query, given.module.scaling
-        if not entries.quantized:
-            codes = entries.codes
-            return ops.paged_attention(
-                query,
-                codes,
-                codes,
-                plan.tables,
-                self._query_lengths,
-                plan.lengths,
-                scale,
-                query_positions=plan.last_seen,
-                entries=listed,
-            )
-        # Read what was selected and no more: a page of its own for each query.
-        size = entries.codes.shape[2]
-        rows = self._row_of_query(query.device)
+        """Attention to the entries ``listed`` [T, k] for each query, best first, -1 for none.
+
+        What was selected is read, and no more: a page of its own for each query.
+        """
+        size, device = entries.codes.shape[2], listed.device
+        tables = plan.tables[self._row_of_query(device)]
         known = listed.clamp(min=0).to(torch.int64)
-        blocks = plan.tables[rows[:, None], known // size].clamp(min=0).to(torch.int64)
-        pages = entries.read(blocks * size + known % size, query.dtype)[:, None]
-        tokens, columns = listed.shape
-        return ops.paged_attention(
-            query,
-            pages,
-            pages,
-            torch.arange(tokens, dtype=torch.int32, device=query.device)[:, None],
-            [1] * tokens,
-            [min(count, columns) for count in plan.counts],
-            scale,
-            causal=False,
-            query_positions=plan.last_seen,  # given, so that a query may have no entries
-        )
+        blocks = tables.gather(1, known // size).clamp(min=0).to(torch.int64)
+        slots = blocks * size + known % size
+        columns = listed.shape[1]
+        step = max(1, _PAGE_ELEMENTS // (columns * given.query.shape[2]))
+        parts = []
+        for low in range(0, len(listed), step):
+            query, part = given.query[low : low + step], slice(low, low + step)
+            pages = entries.read(slots[part], query.dtype)[:, None]
+            parts.append(
+                ops.paged_attention(
+                    query,
+                    pages,
+                    pages,
+                    torch.arange(len(query), dtype=torch.int32, device=device)[:, None],
+                    [1] * len(query),
+                    [min(count, columns) for count in plan.counts[part]],
+                    given.module.scaling,
+                    causal=False,
+                    query_positions=plan.last_seen[part],  # so that a query may have no entries
+                )
+            )
+        return _join(parts)
 
     def _load(
         self, entries: PagedVectors, plan: EntriesPlan, dtype: torch.dtype
