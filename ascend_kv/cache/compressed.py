@@ -57,6 +57,17 @@ class PagedVectors(NamedTuple):
         if self.exact is not None:
             _flat(self.exact)[slots] = vectors[:, width:].to(self.exact.dtype)
 
+    def read_codes(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes ``[n, D]`` at ``slots`` [n] as float32, and what they are times ``[n]``, if so.
+
+        For scores, which the scales may multiply afterwards.
+        """
+        codes = _flat(self.codes).index_select(0, slots).to(torch.float32)
+        if self.scales is None:
+            return codes, None
+        assert self.exact is None, "there is one scale for all of a vector"
+        return codes, self.scales.view(-1).index_select(0, slots)
+
     def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """The vectors at ``slots`` of any shape: ``[..., D]``."""
         rows = slots.flatten()

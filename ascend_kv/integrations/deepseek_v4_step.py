@@ -34,6 +34,8 @@ Part = tuple[Tensor, Tensor]
 
 _SCORE_ELEMENTS = 1 << 24
 """Products of queries and indexer keys that are in memory at once"""
+_KEY_TILE = 4096
+"""Indexer keys that are read at once: they stay in the caches of a CPU"""
 _PAGE_ELEMENTS = 1 << 23
 """Numbers of the entries that were selected for some queries, in memory at once"""
 
@@ -305,11 +307,14 @@ class CompressedStep:
         for queries, count, table in zip(self._query_lengths, plan.lengths, plan.tables):
             part = slice(row, row + queries)
             row += queries
-            if count:
-                places = torch.arange(count, device=table.device)
+            for low in range(0, count, _KEY_TILE):
+                places = torch.arange(low, min(low + _KEY_TILE, count), device=table.device)
                 slots = table[places // size].to(torch.int64) * size + places % size
-                keys = cache.index_keys.read(slots, torch.float32)
-                scores[part, :count] = _score(query[part], weights[part], keys, scorer)
+                keys, scales = cache.index_keys.read_codes(slots)
+                found = _score(query[part], weights[part], keys, scorer.softmax_scale)
+                if scales is not None:  # not negative, so ReLU does not mind
+                    found *= scales
+                scores[part, low : low + _KEY_TILE] = found
         return ops.select_topk(scores, self._layers.index_topk, lengths=plan.last_seen + 1)
 
     def _row_of_query(self, device: torch.device) -> Tensor:
@@ -337,11 +342,11 @@ def _project(projection: Any, hidden: Tensor) -> Tensor:
     return projected
 
 
-def _score(query: Tensor, weights: Tensor, keys: Tensor, scorer: Any) -> Tensor:
-    """Scores ``[n, E]``: sum over heads of weight * ReLU(q . k), some queries at a time."""
+def _score(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Scores ``[n, E]``: sum over heads of weight * scale * ReLU(q . k), some queries at a time."""
     step = max(1, _SCORE_ELEMENTS // max(1, query.shape[1] * len(keys)))
     parts = [
-        (torch.relu(q @ keys.T) * scorer.softmax_scale * w[..., None]).sum(1)
+        (torch.relu(q @ keys.T) * scale * w[..., None]).sum(1)
         for q, w in zip(query.split(step), weights.split(step))
     ]
     return torch.cat(parts)
