@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ascend_kv.compress.csa import CSACompressor
+    from ascend_kv.compress.hca import HCACompressor
     from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
     from ascend_kv.engine.params import SamplingParams
     from ascend_kv.errors import RunError, UsageError
@@ -26,6 +28,8 @@ __all__ = [
     "RequestOutput",
     "CompletionOutput",
     "KVCacheQuantize",
+    "HCACompressor",
+    "CSACompressor",
     "UsageError",
     "RunError",
     "__version__",
@@ -38,6 +42,8 @@ _HOMES = {
     "RequestOutput": "ascend_kv.engine.outputs",
     "CompletionOutput": "ascend_kv.engine.outputs",
     "KVCacheQuantize": "ascend_kv.quantize",
+    "HCACompressor": "ascend_kv.compress.hca",
+    "CSACompressor": "ascend_kv.compress.csa",
     "UsageError": "ascend_kv.errors",
     "RunError": "ascend_kv.errors",
 }

@@ -18,7 +18,10 @@ _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _PATTERN = ("gemma3_text",)
 """Windows in all layers but every sixth."""
 
-KNOWN_MODEL_TYPES = ("llama", *_SWITCHED, *_UNIFORM, *_PATTERN)
+COMPRESSED_MODEL_TYPES = ("deepseek_v4",)
+"""A window in every layer; most attend to compressed entries too (``compressed_layers``)."""
+
+KNOWN_MODEL_TYPES = ("llama", *_SWITCHED, *_UNIFORM, *_PATTERN, *COMPRESSED_MODEL_TYPES)
 
 _GEMMA3_PATTERN = 6
 
@@ -79,7 +82,7 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
         window = None
     elif isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise UnsupportedModelError("sliding_window", window, "a whole number of at least 1")
-    if model_type in _UNIFORM:
+    if model_type in (*_UNIFORM, *COMPRESSED_MODEL_TYPES):
         return (window,) * num_layers
     layer_types = config.get("layer_types") or _default_layer_types(config, num_layers, window)
     kinds: dict[str, int | None] = {"full_attention": None}

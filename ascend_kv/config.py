@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ascend_kv.cache_formats import BY_TOKEN
+from ascend_kv.compressed_layers import CompressedFormats
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import (
@@ -56,6 +57,8 @@ class CacheConfig:
         kv_cache_scales: static scales: a safetensors file, the directory of a checkpoint that has
             ``k_scale`` and ``v_scale``, or a mapping of what such a file holds; see
             ``cache.static_scales``.
+        indexer_cache_dtype: of the keys of DeepSeek-V4's indexer: "auto" (the model's dtype), that
+            dtype by name, or "int8". Other models have none.
         kv_cache_dtype_skip_layers: layers kept in the model's dtype; negative numbers count from
             the last layer, -1.
         kv_cache_dtype_layers: other formats for some layers: ``{"0..3": "int8", "-1": "auto"}``,
@@ -81,6 +84,7 @@ class CacheConfig:
     scale_type: str = "dynamic"
     group_size: int | None = None
     kv_cache_scales: KVCacheScales | None = None
+    indexer_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     kv_cache_dtype_layers: Mapping[str, Any] | None = None
     block_size: int | None = None
@@ -91,6 +95,7 @@ class CacheConfig:
     key_offset_layers: KeyOffsetLayers = "auto"
 
     def __post_init__(self) -> None:
+        one_of("indexer_cache_dtype", self.indexer_cache_dtype, ("auto", *FORMAT_NAMES))
         one_of("granularity", self.granularity, GRANULARITIES)
         one_of("symmetric", self.symmetric, (True, False))
         one_of("scale_type", self.scale_type, SCALE_TYPES)
@@ -299,12 +304,47 @@ def _layers_named(words: object, layers: int) -> range:
     return range(first, last + 1)
 
 
+_OF_EVERY_TOKEN = (
+    *("granularity", "symmetric", "scale_type", "group_size", "kv_cache_scales"),
+    *("kv_cache_dtype_skip_layers", "kv_cache_dtype_layers", "kv_allocator", "pair_scaling"),
+    "key_offset_layers",
+)
+"""What says something of caches that keep every token only"""
+
+
+def resolve_compressed_formats(cache: CacheConfig, model_dtype: str) -> CompressedFormats:
+    """The types of a cache of compressed entries (DeepSeek-V4).
+
+    Raises:
+        UsageError: a type that entries or indexer keys are not kept in, or a setting that has no
+            meaning there and is not at its default.
+    """
+    for name in _OF_EVERY_TOKEN:
+        default = CacheConfig.__dataclass_fields__[name].default
+        if getattr(cache, name) != default:
+            hint = "Each INT8 entry has a scale of its own; layers come in kinds with blocks each."
+            legal = f"{default} for a model with compressed layers"
+            raise UsageError(name, getattr(cache, name), legal, hint)
+
+    def resolve(given: KVCacheDtype) -> str:
+        if not isinstance(given, str):
+            raise UsageError("kv_cache_dtype", given, (model_dtype, "int8"), "A key is the value.")
+        return model_dtype if given == "auto" else format_spec(given).name
+
+    entries, keys = resolve(cache.kv_cache_dtype), resolve(cache.indexer_cache_dtype)
+    return CompressedFormats(format_spec(model_dtype).name, entries, keys).check()
+
+
 def check_quantization_is_used(cache: CacheConfig, formats: Sequence[LayerFormat]) -> None:
     """Refuse settings of a quantization that does not take place.
 
     Raises:
-        UsageError: no format is quantized, and a setting of scales is not at its default.
+        UsageError: no format is quantized, and a setting of scales is not at its default; or
+            there is one of an indexer, which such models have not.
     """
+    if cache.indexer_cache_dtype != "auto":
+        legal = "auto: only DeepSeek-V4's layers have an indexer"
+        raise UsageError("indexer_cache_dtype", cache.indexer_cache_dtype, legal)
     if any(spec.quantized for spec in formats):
         return
     for name in ("scale_type", "kv_cache_scales", "group_size", "granularity", "symmetric"):

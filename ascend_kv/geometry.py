@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ascend_kv.architectures import check_servable, layer_windows
+from ascend_kv.architectures import COMPRESSED_MODEL_TYPES, check_servable, layer_windows
 from ascend_kv.cache_formats import (
     GRANULARITIES,
     SCALE_TYPES,
@@ -26,6 +26,7 @@ from ascend_kv.cache_formats import (
     LayerFormat,
     MixedFormat,
 )
+from ascend_kv.compressed_layers import CompressedLayers, layers_from_config
 from ascend_kv.errors import UnsupportedModelError
 from ascend_kv.format_names import FORMAT_NAMES, FORMATS, format_spec, layer_format
 
@@ -57,6 +58,8 @@ class ModelGeometry:
         dtype: the type its weights are kept in, "float32", "float16" or "bfloat16".
         layer_windows: for each layer the number of latest tokens a query sees, itself included,
             or None where it sees all.
+        compressed: what the layers keep where they keep entries of many tokens (DeepSeek-V4);
+            bytes come from there then, and this class has none.
 
     Raises:
         UnsupportedModelError: query heads that do not share key/value heads evenly, or windows
@@ -73,6 +76,7 @@ class ModelGeometry:
     max_position_tokens: int
     dtype: str
     layer_windows: tuple[int | None, ...]
+    compressed: CompressedLayers | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -94,7 +98,16 @@ class ModelGeometry:
         return self.num_heads // self.num_kv_heads
 
     def token_bytes(self, formats: Sequence[LayerFormat]) -> int:
-        """Bytes of one token in all layers; ``formats`` has one entry for each layer."""
+        """Bytes of one token in all layers; ``formats`` has one entry for each layer.
+
+        Raises:
+            UnsupportedModelError: compressed layers, whose bytes are no multiple of tokens.
+        """
+        if self.compressed is not None:
+            hint = "ModelGeometry.compressed has the bytes of such layers."
+            raise UnsupportedModelError(
+                "model_type", self.model_type, "a model that keeps every token", hint
+            )
         assert len(formats) == self.num_layers, "one format for each layer"
         return sum(spec.token_bytes(self.num_kv_heads, self.head_dim) for spec in formats)
 
@@ -158,6 +171,9 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
         max_position_tokens=_count(config, "max_position_embeddings"),
         dtype=_dtype(config),
         layer_windows=layer_windows(config, num_layers),
+        compressed=layers_from_config(config)
+        if config["model_type"] in COMPRESSED_MODEL_TYPES
+        else None,
     )
 
 

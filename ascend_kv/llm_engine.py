@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.cache.static_scales import load_static_scales
-from ascend_kv.cache.tables import make_tables
+from ascend_kv.cache.tables import SequenceTables, make_tables
 from ascend_kv.config import (
     CacheConfig,
     KeyOffsetLayers,
@@ -21,14 +22,19 @@ from ascend_kv.config import (
     merge_kv_cache_config,
     plan_blocks,
     resolve_block_size,
+    resolve_compressed_formats,
     resolve_formats,
 )
 from ascend_kv.devices import get_device
+from ascend_kv.engine.batch import Model
 from ascend_kv.engine.engine import Engine
 from ascend_kv.engine.outputs import RequestOutput
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
+from ascend_kv.geometry import FormatSpec, format_spec
+from ascend_kv.integrations.deepseek_v4 import make_compressed_cache
 from ascend_kv.integrations.huggingface import HuggingFaceModel
+from ascend_kv.integrations.key_conditioning import UNCONDITIONED, KeyConditioning
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from ascend_kv.integrations.prompts import Prompt, TokenizedPrompt, tokenize
@@ -65,6 +71,7 @@ class LLMEngine:
         scale_type: str = "dynamic",
         group_size: int | None = None,
         kv_cache_scales: KVCacheScales | Path | None = None,
+        indexer_cache_dtype: str = "auto",
         kv_cache_dtype_skip_layers: Sequence[int] = (),
         kv_cache_dtype_layers: Mapping[str, Any] | None = None,
         pair_scaling: PairScaling = "auto",
@@ -102,6 +109,8 @@ class LLMEngine:
             kv_cache_scales: static scales: a safetensors file, the directory of a checkpoint with
                 ``k_scale`` and ``v_scale``, or a mapping; ``ascend_kv.cache.static_scales`` says
                 what is in them. They must have been made from keys conditioned as here.
+            indexer_cache_dtype: DeepSeek-V4 only, the keys of its indexer: auto (the model's
+                type) or int8. ``kv_cache_dtype`` is that of its compressed entries.
             kv_cache_dtype_skip_layers: layers kept in the model's type.
             kv_cache_dtype_layers: other formats for some layers, {"0..3": "int8", "-1": "auto"}.
             pair_scaling: scale key channels to like size, in the weights; auto: where keys are
@@ -146,6 +155,7 @@ class LLMEngine:
                 kv_cache_scales=str(kv_cache_scales)
                 if isinstance(kv_cache_scales, Path)
                 else kv_cache_scales,
+                indexer_cache_dtype=indexer_cache_dtype,
                 kv_cache_dtype_skip_layers=kv_cache_dtype_skip_layers,  # type: ignore[arg-type]
                 kv_cache_dtype_layers=kv_cache_dtype_layers,
                 block_size=block_size,
@@ -164,35 +174,57 @@ class LLMEngine:
         if weights is not None and dtype not in ("auto", weights.dtype):
             raise UsageError("dtype", dtype, f"auto or {weights.dtype}, as the weights are")
         self.geometry = self.weights.geometry
-        self.formats = resolve_formats(self.geometry, cache_config, self.weights.dtype)
-        check_quantization_is_used(cache_config, self.formats)
         self.max_model_len = _max_model_len(max_model_len, self.geometry.max_position_tokens)
-        device_figures = get_device(platform.device_name(self.device))
-        self.block_size = resolve_block_size(cache_config, device_figures, self.formats)
-        memory_bytes = cache_config.kv_cache_memory_bytes
-        if memory_bytes is None:
-            memory_bytes = self._share_of_memory(gpu_memory_utilization)
-        else:
-            _check_is_free(memory_bytes, platform.free_memory_bytes(self.device))
-        num_blocks = plan_blocks(
-            self.geometry, self.formats, self.block_size, memory_bytes, self.max_model_len
-        )
         scheduler = SchedulerConfig(
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
         )
+        self._warned_of_clipping = False
+        self.formats: tuple[FormatSpec, ...] = ()
+        self.tables: SequenceTables
+        self.cache: PagedKVCache | CompressedKVCache
+        self.model: Model
+        self.conditioning: KeyConditioning
+        if self.geometry.compressed is not None:
+            self._make_compressed_cache(cache_config, gpu_memory_utilization, max_num_seqs)
+        else:
+            self._make_paged_cache(cache_config, gpu_memory_utilization)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(self.weights.path)
+        self.engine = Engine(
+            self.model,
+            self.tables,
+            scheduler,
+            eos_token_ids(self.weights.hf_model),
+            self.geometry.vocab_size,
+            seed,
+            self.tokenizer,
+        )
+
+    def _make_paged_cache(self, config: CacheConfig, utilization: float | None) -> None:
+        """Tables, cache and model of layers that keep every token."""
+        self.formats = resolve_formats(self.geometry, config, self.weights.dtype)
+        check_quantization_is_used(config, self.formats)
+        device = get_device(platform.device_name(self.device))
+        self.block_size = resolve_block_size(config, device, self.formats)
+        blocks = -(-self.max_model_len // self.block_size)
+        longest = self.geometry.cache_bytes(
+            self.formats, blocks, self.block_size, self.max_model_len
+        )
+        memory_bytes = self._memory_bytes(config, utilization, longest)
+        num_blocks = plan_blocks(
+            self.geometry, self.formats, self.block_size, memory_bytes, self.max_model_len
+        )
         self.tables = make_tables(
-            cache_config.kv_allocator, num_blocks, self.block_size, self.max_model_len
+            config.kv_allocator, num_blocks, self.block_size, self.max_model_len
         )
         keys = condition_keys(
-            self.weights, self.formats, cache_config.pair_scaling, cache_config.key_offset_layers
+            self.weights, self.formats, config.pair_scaling, config.key_offset_layers
         )
         self.conditioning = keys.conditioning
         static_scales = load_static_scales(
-            cache_config.kv_cache_scales,
+            config.kv_cache_scales,
             self.geometry,
             self.formats,
             self.max_model_len,
@@ -206,17 +238,32 @@ class LLMEngine:
             self.device,
             static_scales,
         )
-        self._warned_of_clipping = False
         self.model = HuggingFaceModel(self.weights, self.cache, keys, self.max_model_len)
-        self.engine = Engine(
-            self.model,
-            self.tables,
-            scheduler,
-            eos_token_ids(self.weights.hf_model),
-            self.geometry.vocab_size,
-            seed,
-            self.tokenizer,
+
+    def _make_compressed_cache(
+        self, config: CacheConfig, utilization: float | None, max_num_seqs: int
+    ) -> None:
+        """Tables, cache and model of layers that keep entries of many tokens."""
+        formats = resolve_compressed_formats(config, self.weights.dtype)
+        device = get_device(platform.device_name(self.device))
+        self.block_size = resolve_block_size(config, device, [format_spec(formats.entries)])
+        self.tables, self.cache, self.model = make_compressed_cache(
+            self.weights,
+            formats,
+            self.block_size,
+            self.max_model_len,
+            max_num_seqs,
+            lambda longest: self._memory_bytes(config, utilization, longest),
         )
+        self.conditioning = UNCONDITIONED
+
+    def _memory_bytes(self, config: CacheConfig, utilization: float | None, longest: int) -> int:
+        """What the user gives the cache, or a share of what is free, for ``longest`` at least."""
+        given = config.kv_cache_memory_bytes
+        if given is None:
+            return self._share_of_memory(utilization, longest)
+        _check_is_free(given, platform.free_memory_bytes(self.device))
+        return given
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
@@ -256,7 +303,7 @@ class LLMEngine:
             raise prompt.refusal
         self.engine.add_request(request_id, prompt.token_ids, params, prompt.text)
 
-    def _share_of_memory(self, utilization: float | None) -> int:
+    def _share_of_memory(self, utilization: float | None, longest: int) -> int:
         free = platform.free_memory_bytes(self.device)
         if self.device == "npu":
             total = platform.total_memory_bytes(self.device)
@@ -264,10 +311,6 @@ class LLMEngine:
         elif utilization is not None:
             share = int(utilization * free)
         else:
-            blocks = -(-self.max_model_len // self.block_size)
-            longest = self.geometry.cache_bytes(
-                self.formats, blocks, self.block_size, self.max_model_len
-            )
             share = max(_DEFAULT_KV_BYTES, longest)
             _check_is_free(share, free)
         if share <= 0:

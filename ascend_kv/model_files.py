@@ -24,7 +24,10 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """GGUF's names that are Hugging Face's model types too; the header says all that is needed."""
 
-_KEY_PROJECTION = re.compile(r"(?:layers|blk)\.(\d+)\.(?:self_attn\.k_proj|attn_k)\.weight$")
+_KEY_PROJECTION = re.compile(
+    r"(?:layers|blk)\.(\d+)\.(?:self_attn\.k_proj|attn_k|attn\.wkv)\.weight$"
+)
+"""Hugging Face's name, GGUF's, and DeepSeek-V4's, whose keys are the values too."""
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:

@@ -18,7 +18,7 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("architectures", "cache_formats", "gguf_header"),
+    ("architectures", "cache_formats", "compressed_layers", "gguf_header"),
     ("format_names",),
     ("geometry", "devices", "registry", "metrics"),
     ("model_files", "user_values"),
@@ -40,6 +40,7 @@ NO_TORCH = (
     *(room for rooms in FLOORS[: FLOOR_OF["config"] + 1] for room in rooms),
     "cache.blocks",
     "cache.tables",
+    "cache.group_tables",
     "cache.stats",
     "engine.detokenizer",
     "engine.outputs",
@@ -52,7 +53,12 @@ NO_TORCH = (
     "profile",
 )
 # A foreign library, and the only place that may import it.
-ONLY_IN = {"torch_npu": "ops.platform", "transformers": "integrations", "vllm": "integrations"}
+ONLY_IN = {
+    "torch_npu": "ops.platform",
+    "cann_ops_transformer": "ops.platform",
+    "transformers": "integrations",
+    "vllm": "integrations",
+}
 
 
 class Import(NamedTuple):

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -106,6 +107,15 @@ def test_quantizer_example_of_the_readme_runs() -> None:
     exec(example, names)
     for before, after in (("keys", "keys_again"), ("values", "values_again")):
         assert abs(names[before] - names[after]).max() < 0.05  # type: ignore[operator]
+
+
+def test_compressor_example_of_the_readme_runs() -> None:
+    (example,) = [code for code in blocks(ROOT / "README.md", "python") if "HCACompressor" in code]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["k_c"].shape == (1, 4, 7, 64) and names["v_new"].shape == (1, 4, 1, 64)
+    assert (names["k_again"][:, :, 895] == names["k_c"][:, :, 6]).all()
+    assert names["compressor"].num_tokens == 1024
 
 
 def constraints() -> dict[str, list[Requirement]]:

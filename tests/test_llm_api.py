@@ -300,6 +300,6 @@ def test_on_an_npu_the_share_is_of_all_memory(
     monkeypatch.setattr(platform, "free_memory_bytes", lambda device: 750)
     monkeypatch.setattr(platform, "total_memory_bytes", lambda device: 1000)
     npu: Any = SimpleNamespace(device="npu")
-    assert LLMEngine._share_of_memory(npu, utilization) == expected
+    assert LLMEngine._share_of_memory(npu, utilization, 0) == expected
     with pytest.raises(UsageError, match="weights and others take 250 B of 1000 B"):
-        LLMEngine._share_of_memory(npu, 0.25)
+        LLMEngine._share_of_memory(npu, 0.25, 0)

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 
 class CacheStats(NamedTuple):
-    """Counts of one cache group; a tuple, so that it is cheap to record at every step."""
+    """Counts of one cache group; a tuple, so that it is cheap to record at every step.
+
+    Of a cache with several groups it counts the fullest one, and ``groups`` has all of them.
+    There a block of "window" or "state" is the slot of a sequence, and the tokens of "csa" and
+    "hca" are entries.
+    """
 
     num_blocks: int
     """Blocks the cache has."""
@@ -18,6 +23,8 @@ class CacheStats(NamedTuple):
     """Token slots that hold a key and a value."""
     num_sequences: int
     """Sequences that hold at least one block."""
+    groups: tuple[tuple[str, CacheStats], ...] = ()
+    """Name and counts of each group where there are several."""
 
     @property
     def utilisation(self) -> float:

@@ -63,6 +63,10 @@ class SequenceTables(ABC):
         """Blocks of ``sequence`` in token order; the caller must not change the list."""
         return self._tables[sequence]
 
+    def group_tables(self, sequence: str) -> dict[str, list[int]]:
+        """By group, where there are several: blocks of ``sequence``, not to be changed."""
+        return {}
+
     def holds(self, sequence: str) -> bool:
         """Whether ``sequence`` has blocks."""
         return sequence in self._tables
@@ -110,6 +114,11 @@ class PagedTables(SequenceTables):
             self._tokens[sequence] = 0
         table.extend(self.pool.allocate() for _ in range(missing))
         return True
+
+    def can_reserve(self, sequence: str, num_tokens: int) -> bool:
+        """Whether ``reserve`` would make room; changes nothing."""
+        missing = self._blocks_for(num_tokens) - len(self._tables.get(sequence, ()))
+        return missing <= self.pool.num_free
 
 
 class ContiguousTables(SequenceTables):

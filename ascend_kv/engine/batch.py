@@ -6,7 +6,8 @@ to read a length back from the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Batch:
     """[B] tokens of each sequence in the cache after this step's were stored"""
     logits_indices: list[int]
     """rows of the T packed tokens whose logits are wanted, ascending"""
+    group_tables: list[Mapping[str, list[int]]] = field(default_factory=list)
+    """[B] of a cache with several groups: by group the blocks of each sequence"""
 
     @property
     def num_decodes(self) -> int:

@@ -233,6 +233,7 @@ class Engine:
             query_lengths=[stop - start for _, start, stop in work],
             kv_lengths=[stop for _, _, stop in work],
             logits_indices=logits_indices,
+            group_tables=[self._tables.group_tables(item.request.key) for item in work],
         )
 
     def _advance(self, work: list[Work], wanted: list[int], logits: torch.Tensor) -> list[Request]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
 from ascend_kv.evaluate.recipe import WARM_UP_STEPS, BenchRecipe
 from ascend_kv.evaluate.results import Sweep, SweepPoint
@@ -57,6 +58,7 @@ def run_sweep(
 def fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
     """Store the context once, then give every sequence a copy in its own blocks."""
     llm.model.forward(single_sequence(context, llm.block_size, last_logits=True))
+    assert isinstance(llm.cache, PagedKVCache), "a budget by tokens was planned for it"
     for layer in llm.cache.layers:
         for tensor in layer.block_tensors:
             copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))

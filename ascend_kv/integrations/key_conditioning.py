@@ -87,6 +87,10 @@ class KeyConditioning:
         )
 
 
+UNCONDITIONED = KeyConditioning((), 0, 0, 0, 0, "")
+"""Nothing was done to any layer."""
+
+
 class ConditionedKeys(NamedTuple):
     """A plan for a model's weights."""
 

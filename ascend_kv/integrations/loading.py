@@ -14,6 +14,7 @@ import transformers
 from ascend_kv.errors import RunError, UnsupportedModelError, UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec
 from ascend_kv.integrations.attention import ATTENTION_NAME, probe_attention
+from ascend_kv.integrations.deepseek_v4_attention import install
 from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.model_files import (
     check_gguf_rotation,
@@ -62,7 +63,10 @@ def load_model(
         check_gguf_rotation(path)
     name = weights_dtype(dtype, geometry.dtype)
     hf_model = _read_weights(path, getattr(torch, name)).to(device).eval().requires_grad_(False)
-    probe_attention(hf_model, geometry)
+    if geometry.compressed is not None:
+        install(hf_model, geometry.compressed)
+    else:
+        probe_attention(hf_model, geometry)
     return LoadedModel(hf_model, geometry, name, path, WeightFolding(hf_model))
 
 

@@ -29,6 +29,7 @@ from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import Route, attend, routes_taken
 from ascend_kv.ops.native import VARIABLE, operators_wanted
 from ascend_kv.ops.registration import DISPATCH_KEYS, NAMESPACE, handed_over, has_kernel
+from ascend_kv.ops.sparse_flash_mla import FUNCTIONS as SPARSE_FUNCTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ _NOT_BUILT = (
     "the Ascend C kernels are not built (source CANN's set_env.sh, then: "
     "pip install --no-build-isolation -e .)"
 )
+_TRANSFORMER_OPS = "cann_ops_transformer"  # CANN's ops-transformer; installed apart from torch_npu
 _FUSED = "CANN's fused attention"
 _UNTRIED = "tested against a stand-in of torch_npu only, never on an NPU"
 _MEMINFO = Path("/proc/meminfo")
@@ -208,6 +210,25 @@ def describe_attention(device: str) -> str:
     if operators_wanted() == "reference":
         return f"not used: {VARIABLE}=reference"
     return f"not used: torch_npu has no {FUNCTION} or {FUNCTION_V2}"
+
+
+def sparse_flash_mla_library(device: str) -> Any:
+    """What has CANN's SparseFlashMla on a device: the operators of ``cann_ops_transformer``.
+
+    None on a CPU, where that package of ops-transformer is not installed or lacks it, and with
+    ``ASCEND_KV_OPERATORS=reference``; our own operators serve then, which the log says once.
+    """
+    if device != "npu" or operators_wanted() == "reference":
+        return None
+    if importlib.util.find_spec(_TRANSFORMER_OPS) is None:
+        _say_once(f"{_TRANSFORMER_OPS} is not installed: our operators attend to entries")
+        return None
+    library = importlib.import_module(_TRANSFORMER_OPS).ops
+    if not all(hasattr(library, name) for name in SPARSE_FUNCTIONS):
+        _say_once(f"{_TRANSFORMER_OPS} has no {SPARSE_FUNCTIONS[0]}: our operators attend")
+        return None
+    _say_once(f"CANN's SparseFlashMla attends to entries, which was {_UNTRIED}")
+    return library
 
 
 def _torch_npu() -> ModuleType:

@@ -15,6 +15,9 @@ from ascend_kv.ops.registration import register
 
 Tensor = torch.Tensor
 
+_INT32_MAX = 2**31 - 1
+_LOWEST = -2139095041  # the order of -inf: its bits, 0xff800000, mirrored
+
 SCHEMA = "select_topk(Tensor scores, SymInt k, *, Tensor? lengths=None) -> Tensor"
 
 
@@ -58,10 +61,27 @@ def _reference(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tens
     if lengths is not None:
         index = torch.arange(columns, device=scores.device)
         scores = scores.masked_fill(index >= lengths[:, None], -torch.inf)
-    # topk would be faster and promises nothing about ties
+    if scores.device.type == "cpu" and k < columns:
+        return _unique_topk(scores, k)
     best, entries = torch.sort(scores, dim=1, descending=True, stable=True)
     taken = entries[:, :k].to(torch.int32).masked_fill_(best[:, :k] == -torch.inf, -1)
     return pad(taken, (0, max(0, k - columns)), value=-1)
+
+
+def _unique_topk(scores: Tensor, k: int) -> Tensor:
+    """The same by ``torch.topk``, several times faster on a CPU.
+
+    It promises nothing about ties, so there are none: whole numbers in the order of the scores
+    (IEEE 754's bits, the negative ones mirrored) with the index, counted down, below them.
+    """
+    scores = scores.to(torch.float32) + 0.0  # -0.0 becomes 0.0
+    bits = scores.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
+    ordered = ordered.masked_fill_(scores.isnan(), _INT32_MAX).to(torch.int64)
+    index = torch.arange(scores.shape[1], dtype=torch.int64, device=scores.device)
+    keys = torch.topk((ordered << 32) + (_INT32_MAX - index), k, dim=1).values
+    entries = (_INT32_MAX - (keys & 0xFFFFFFFF)).to(torch.int32)
+    return entries.masked_fill_((keys >> 32) == _LOWEST, -1)
 
 
 def _fake(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
