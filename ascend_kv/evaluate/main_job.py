@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -257,4 +256,3 @@ class _MainJob:
                 self.recipe, self.loaded, self.tokenizer, self.prompts, self.block_size, advance
             )
         yield "samples"
-
