@@ -84,6 +84,7 @@ def llm_with_room(
     sequences: int,
     length: int,
     device: str,
+    skip_tokenizer_init: bool = True,
     **options: Any,
 ) -> LLM:
     """Shared weights with a cache that just holds ``sequences`` of ``length`` tokens at once.
@@ -97,7 +98,7 @@ def llm_with_room(
         max_model_len=length,
         kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, length),
         block_size=block_size,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=skip_tokenizer_init,
         device=device,
         weights=loaded,
     )
