@@ -1,12 +1,14 @@
 """transformers' own ``QuantizedCache``, so that it can be measured beside ours.
 
-transformers answers every forward with the new keys and values in full precision and quantizes
-them afterwards, and its group-wise backends keep a residual of so many latest tokens unquantized.
-Here a text is fed by chunks as long as that residual: when a chunk arrives, everything before it
-has been quantized and is read back, and only the chunk itself is read in full precision. With
-chunks of n tokens a query reads n / 2 keys unquantized on the average.
+Its group-wise backends (quanto, hqq) answer every forward with the new keys and values in full
+precision and quantize them afterwards, once a residual of so many latest tokens is full. Here a
+text is fed by chunks as long as that residual: when a chunk arrives, everything before it has been
+quantized and is read back, and only the chunk itself is read in full precision. With chunks of n
+tokens a query reads n / 2 keys unquantized on the average. All that is stored is quantized anew
+with every chunk.
 
-The ``fp8`` backend takes its scale from the first chunk and keeps it.
+The fp8 backend answers the first forward that way; later ones read what they have just stored. Its
+scales come from the first chunk and stay.
 """
 
 from __future__ import annotations

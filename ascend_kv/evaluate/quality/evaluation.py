@@ -51,6 +51,10 @@ class Evaluation:
             RunError: the model cannot be had, or the directory not be written.
         """
         self.recipe, self.quick, self.log = recipe, quick, log
+        self.harness = self.harness_tasks = None
+        if "lm_eval" in recipe.tasks:
+            self.harness = harness.find_harness()
+            self.harness_tasks = harness.check_tasks(self.harness, recipe.lm_eval)
         text = load_text(None if recipe.text is None else Path(recipe.text))
         self.loaded, self.model, self.device = choose_model(
             recipe.model, recipe.dtype, recipe.device, log
@@ -62,7 +66,6 @@ class Evaluation:
         self.windows: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.questions: dict[str, list[Question]] = {}
-        self.harness = self.harness_tasks = None
         self._make_items()
         self.runners: list[PolicyRunner] = []
         self.skipped: list[Skipped] = []
@@ -135,9 +138,6 @@ class Evaluation:
         for task, questions in self.questions.items():
             most = max(len(question.token_ids) for question in questions)
             _check_lengths([(_KEY_OF_LENGTHS[task], f"questions of {most} tokens", most)], longest)
-        if "lm_eval" in tasks:
-            self.harness = harness.find_harness()
-            self.harness_tasks = harness.check_tasks(self.harness, recipe.lm_eval)
 
     def _check_text(self, key: str, tokens: int) -> None:
         if len(self._token_ids) < tokens:

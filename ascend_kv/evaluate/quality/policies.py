@@ -31,7 +31,7 @@ class HuggingFaceCache:
     """transformers' ``QuantizedCache``, and how a text is fed to it.
 
     It answers with what it was given in full precision and quantizes afterwards, so a text goes
-    in by chunks: all chunks but the latest are read as they are stored.
+    in by chunks: those before the latest are read as they are stored.
     """
 
     backend: Literal["quanto", "hqq", "fp8"]
@@ -40,7 +40,7 @@ class HuggingFaceCache:
     axis_value: int | None = None
     q_group_size: int | None = None
     chunk_tokens: int = 32
-    """Tokens fed at once, which is also its ``residual_length``: what is read unquantized."""
+    """Tokens fed at once, which is also the group-wise backends' ``residual_length``."""
 
     def check(self, where: str) -> None:
         """Refuse numbers below 1, and group-wise options of a backend that has no groups.
@@ -55,6 +55,14 @@ class HuggingFaceCache:
         for name in _GROUPED:
             if self.backend == "fp8" and getattr(self, name) is not None:
                 raise UsageError(f"{where}.{name}", getattr(self, name), "none with backend fp8")
+
+    @property
+    def residual(self) -> str:
+        """What is read in full precision all the same."""
+        if self.backend == "fp8":  # it reads back what it has just stored, but the first time
+            return f"the first {self.chunk_tokens} tokens, by themselves"
+        mean = self.chunk_tokens / 2
+        return f"up to {self.chunk_tokens} latest tokens, {mean:g} on the average"
 
     @property
     def options(self) -> dict[str, int]:
@@ -190,7 +198,8 @@ def _named(name: str, where: str) -> Policy:
         return Policy(name, {"kv_cache_dtype": name})
     names = tuple(policy.name for policy in DEFAULT_POLICIES)
     legal = f"a cache format ({', '.join(formats)}), a default policy ({'; '.join(names)}), "
-    raise UsageError(where, name, legal + "or a mapping", did_you_mean(name, (*formats, *names)))
+    known = tuple(dict.fromkeys((*formats, *names)))
+    raise UsageError(where, name, legal + "or a mapping", did_you_mean(name, known))
 
 
 def parse_policy(text: str) -> Policy:

@@ -147,13 +147,12 @@ def other_cost(runner: PolicyRunner, model: QuantizedCacheModel) -> Cost:
     assert other is not None
     quantized = model.stored_tokens() - model.residual_tokens()
     token_bytes = model.stored_bytes() / max(1, quantized)
-    half = other.chunk_tokens / 2
     return Cost(
         formats=", ".join([other.backend, *(f"{k} {v}" for k, v in other.options.items())]),
         block_size=0,
         bytes_per_token=token_bytes,
         bits_per_value=8 * token_bytes / values_per_token(runner.loaded.geometry),
-        residual=f"up to {other.chunk_tokens} latest tokens read unquantized, {half:g} on average",
+        residual=other.residual,
         static_bytes=0,
         key_conditioning="keys as the model makes them",
     )

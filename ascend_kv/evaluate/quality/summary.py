@@ -116,8 +116,8 @@ def perplexity_row(
         not_finite=broken,
         perplexity=None if broken else perplexity(losses),
         change=interval(losses, expected, math.exp),
-        divergence=interval(divergences, zeros),
-        agreement=interval([cell["agreement"] for cell in cells], zeros),
+        divergence=_within(interval(divergences, zeros), math.inf),
+        agreement=_within(interval([cell["agreement"] for cell in cells], zeros), 1.0),
         seconds=sum(cell["seconds"] for cell in cells),
     )
 
@@ -227,6 +227,13 @@ def _mean(clusters: Sequence[Sequence[float]]) -> Interval | None:
     if len(clusters) < LEAST_CLUSTERS:
         return None
     return _interval(clustered_mean(clusters))
+
+
+def _within(found: Interval | None, most: float) -> Interval | None:
+    """Ends that the quantity cannot reach are cut off; it is at least 0."""
+    if found is None:
+        return None
+    return Interval(found.value, max(0.0, found.low), min(most, found.high))
 
 
 def _interval(found: MeanInterval, shape: Callable[[float], float] = float) -> Interval:

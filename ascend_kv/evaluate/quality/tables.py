@@ -47,9 +47,9 @@ def perplexity_table(result: EvalResult) -> TextTable:
             "bits a value",
             "bytes a token",
             "perplexity",
-            "change, 95 % interval",
-            "KL, 1e-3 nats a token",
-            "same choice",
+            "change [95 %]",
+            "KL, 1e-3 nats [95 %]",
+            "same choice [95 %]",
             "seconds",
         ),
         [_perplexity_row(row, costs.get(row.policy)) for row in result.perplexity],
@@ -106,7 +106,7 @@ def generation_table(result: EvalResult) -> TextTable:
     first = result.generation[0]
     return TextTable(
         f"Greedy continuations of {first.tokens} tokens against the unquantized cache's (measured)",
-        ("policy", "prompts", "identical", "tokens before the first difference", "share, interval"),
+        ("policy", "prompts", "identical", "tokens before the first difference", "share [95 %]"),
         [
             (
                 row.policy,
@@ -130,18 +130,18 @@ def answer_table(task: str, result: EvalResult) -> TextTable:
             "policy",
             "answers",
             "exact",
-            "change, 95 % interval",
-            "answers that differ",
+            "change [95 %]",
+            "differ",
             "tokens right",
-            "log probability a token",
-            "change, 95 % interval",
+            "log p a token",
+            "change [95 %]",
         ),
         [_answer_row(row, number == 0) for number, row in enumerate(rows)],
         [
-            "Exact: greedy decoding gives the whole answer. Where no answer differs the figure in "
-            "brackets bounds, with 95 % confidence, the share that may, as if answers were "
-            "independent. Log probability in nats; it shows what exact answers of a small model "
-            "do not."
+            "Exact: greedy decoding gives the whole answer. Differ: exact with one cache and not "
+            "with the other; where none does, the figure in brackets bounds, with 95 % "
+            "confidence, the share that may, as if answers were independent. Log p: in nats; it "
+            "shows what exact answers of a small model do not."
         ],
     )
 
