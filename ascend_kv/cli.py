@@ -1,4 +1,4 @@
-"""The command line: ``ascend-kv bench``, ``plan``, ``profile`` and ``doctor``.
+"""The command line: ``ascend-kv bench``, ``eval``, ``plan``, ``profile`` and ``doctor``.
 
 Exit codes: 0 done, 1 something failed, 2 something given was not legal, 130 interrupted.
 A user sees messages, not tracebacks; ``--debug`` or ``ASCEND_KV_DEBUG=1`` shows those too.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from ascend_kv import __version__
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate import plan_arguments
+from ascend_kv.evaluate.quality import command as quality
 
 if TYPE_CHECKING:
     from ascend_kv.evaluate.console import Log
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ascend-kv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_bench(commands)
+    quality.add_arguments(_add_command(commands, "eval", quality.SUMMARY, quality.EXAMPLES))
     _add_plan(commands)
     _add_profile(commands)
     _add_doctor(commands)

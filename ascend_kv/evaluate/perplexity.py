@@ -14,12 +14,12 @@ import torch
 
 from ascend_kv.engine.batch import Model
 from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.recipe import PerplexityRecipe
+from ascend_kv.evaluate.recipe import WindowRecipe
 from ascend_kv.evaluate.single_sequence import single_sequence
 from ascend_kv.evaluate.statistics import MeanInterval, clustered_mean
 
 
-def cut_windows(recipe: PerplexityRecipe, token_ids: Sequence[int]) -> list[list[int]]:
+def cut_windows(recipe: WindowRecipe, token_ids: Sequence[int]) -> list[list[int]]:
     """Windows at equal distances over the whole text, none overlapping.
 
     Raises:

@@ -49,10 +49,9 @@ class SchemeRecipe:
 
 
 @dataclass(frozen=True)
-class PerplexityRecipe:
-    """Which text is scored, and how the interval is made."""
+class WindowRecipe:
+    """Which windows of a text are scored, and how the interval is made."""
 
-    formats: tuple[str, ...] = (SIXTEEN_BIT, "int8")
     windows: int = 8
     window_tokens: int = 1024
     cluster_tokens: int = 128
@@ -89,6 +88,13 @@ class PerplexityRecipe:
             f"clusters of {self.cluster_tokens} neighbouring tokens (within a cluster the "
             "differences may be correlated)"
         )
+
+
+@dataclass(frozen=True)
+class PerplexityRecipe(WindowRecipe):
+    """The windows, and the formats that score them."""
+
+    formats: tuple[str, ...] = (SIXTEEN_BIT, "int8")
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class BenchRecipe:
         for key, kv_cache_dtype in self.formats():
             with name_format(key):
                 CacheConfig(
-                    kv_cache_dtype=_real_format(kv_cache_dtype, "auto"),
+                    kv_cache_dtype=real_format(kv_cache_dtype, "auto"),
                     granularity=self.granularity,
                     symmetric=self.symmetric,
                     scale_type=self.scale_type,
@@ -246,7 +252,7 @@ def with_real_formats(recipe: BenchRecipe, model_dtype: str) -> BenchRecipe:
     """
 
     def real(kv_cache_dtype: str) -> str:
-        return _real_format(kv_cache_dtype, model_dtype)
+        return real_format(kv_cache_dtype, model_dtype)
 
     formats = tuple(dict.fromkeys(map(real, recipe.perplexity.formats)))
     return replace(
@@ -261,7 +267,8 @@ def with_real_formats(recipe: BenchRecipe, model_dtype: str) -> BenchRecipe:
     )
 
 
-def _real_format(kv_cache_dtype: str, model_dtype: str) -> str:
+def real_format(kv_cache_dtype: str, model_dtype: str) -> str:
+    """The name of the type that ``16-bit`` stands for; any other name is what it says."""
     if kv_cache_dtype != SIXTEEN_BIT:
         return kv_cache_dtype
     own = FORMATS.get(model_dtype)
@@ -288,17 +295,23 @@ def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:
     Raises:
         UsageError: no such file, not YAML, an unknown key or an illegal value.
     """
+    recipes = [from_mapping(BenchRecipe, mapping, str(path)) for mapping in read_versions(path)]
+    for recipe in recipes:
+        recipe.check()
+    return recipes[1] if quick else recipes[0]
+
+
+def read_versions(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a YAML recipe says, and what it says with its ``quick`` section in place.
+
+    Raises:
+        UsageError: no such file, not YAML, or not keys and values.
+    """
     content = _read_yaml(path)
     shorter = content.pop("quick", None) or {}
     if not isinstance(shorter, Mapping):
         raise UsageError(f"{path}: quick", shorter, "keys of the recipe and their values")
-    recipes = [
-        from_mapping(BenchRecipe, mapping, str(path))
-        for mapping in (content, _merge(content, shorter))
-    ]
-    for recipe in recipes:
-        recipe.check()
-    return recipes[1] if quick else recipes[0]
+    return content, merge(content, shorter)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -314,13 +327,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the values of ``over`` in place of its own, section by section."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = _merge(old, value)
+            value = merge(old, value)
         merged[key] = value
     return merged
 

@@ -46,7 +46,7 @@ def prepare_directory(directory: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise RunError(_cannot_write(directory, error)) from error
+        raise RunError(cannot_write(directory, error)) from error
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -95,7 +95,7 @@ def write_json(result: BenchResult, directory: Path) -> None:
     Raises:
         RunError: it cannot be written; an older one is still there then.
     """
-    _write(directory / "report.json", json.dumps(result.as_json(), indent=1) + "\n")
+    write_whole(directory / "report.json", json.dumps(result.as_json(), indent=1) + "\n")
 
 
 def write_report(result: BenchResult, directory: Path) -> None:
@@ -108,8 +108,8 @@ def write_report(result: BenchResult, directory: Path) -> None:
     try:
         plots = draw_plots(result, directory)
     except OSError as error:
-        raise RunError(_cannot_write(directory, error)) from error
-    _write(directory / "report.md", markdown(result, plots))
+        raise RunError(cannot_write(directory, error)) from error
+    write_whole(directory / "report.md", markdown(result, plots))
 
 
 def show(result: BenchResult, console: Console) -> None:
@@ -139,7 +139,7 @@ def markdown(result: BenchResult, plots: list[str]) -> str:
     tables = _tables(result)
     if result.sweep is not None:
         tables.append(sweep_table(result.sweep))
-    parts += [_markdown_table(table) for table in tables]
+    parts += [markdown_table(table) for table in tables]
     parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in plots]
     if result.samples:
         parts.append("## Samples, greedy (measured)")
@@ -185,7 +185,9 @@ def _operators(result: BenchResult) -> str:
     )
 
 
-def _markdown_table(table: TextTable) -> str:
+def markdown_table(table: TextTable) -> str:
+    """A table as Markdown, its title a heading."""
+
     def line(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -211,15 +213,21 @@ def _quote(text: str) -> str:
     return "\n".join(f"> {line}" for line in text.strip().splitlines() or [""])
 
 
-def _write(path: Path, content: str) -> None:
+def write_whole(path: Path, content: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        RunError: it cannot be written; an older one is still there then.
+    """
     unfinished = path.with_suffix(path.suffix + ".part")
     try:
         unfinished.write_text(content, encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise RunError(_cannot_write(path, error)) from error
+        raise RunError(cannot_write(path, error)) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> str:
+def cannot_write(path: Path, error: OSError) -> str:
+    """What a user is told about a file that cannot be written."""
     return f"{path} cannot be written: {error.strerror or error}. Name another place with --output"

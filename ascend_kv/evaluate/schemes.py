@@ -77,15 +77,33 @@ def roomy_llm(
 ) -> LLM:
     """Shared weights with a cache that just holds ``sequences`` of ``length`` tokens at once."""
     formats = layer_formats(recipe, kv_cache_dtype, loaded.geometry, loaded.dtype)
+    options = cache_options(recipe, kv_cache_dtype)
+    return llm_with_room(loaded, formats, block_size, sequences, length, recipe.device, **options)
+
+
+def llm_with_room(
+    loaded: LoadedModel,
+    formats: Sequence[LayerFormat],
+    block_size: int,
+    sequences: int,
+    length: int,
+    device: str,
+    skip_tokenizer_init: bool = True,
+    **options: Any,
+) -> LLM:
+    """Shared weights with a cache that just holds ``sequences`` of ``length`` tokens at once.
+
+    ``options`` are ``LLM``'s about the cache, from which the layers' ``formats`` follow.
+    """
     blocks = sequences * -(-length // block_size)
     return LLM(
         str(loaded.path),
-        **cache_options(recipe, kv_cache_dtype),
+        **options,
         max_model_len=length,
         kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, length),
         block_size=block_size,
-        skip_tokenizer_init=True,
-        device=recipe.device,
+        skip_tokenizer_init=skip_tokenizer_init,
+        device=device,
         weights=loaded,
     )
 

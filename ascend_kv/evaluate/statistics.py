@@ -41,6 +41,14 @@ def clustered_mean(clusters: Sequence[Sequence[float]], confidence: float = 0.95
     return MeanInterval(mean, mean - reach, mean + reach, count)
 
 
+def most_where_none(count: int, confidence: float = 0.95) -> float:
+    """The largest share that still gives 0 hits in ``count`` independent trials so often.
+
+    The one-sided bound of Clopper and Pearson (1934) at 0 hits: ``1 - (1 - confidence) ** (1/n)``.
+    """
+    return float(1 - (1 - confidence) ** (1 / count))
+
+
 def student_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t from the normal one; error under 0.5 % from 4 degrees on.
 

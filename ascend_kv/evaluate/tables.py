@@ -101,11 +101,11 @@ def _scheme_row(scheme: SchemeResult, quality: Perplexity | None) -> tuple[str, 
 def _quality(kv_cache_dtype: str, quality: Perplexity | None) -> str:
     for entry in quality.formats if quality else []:
         if entry.kv_cache_dtype == kv_cache_dtype:
-            return _percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
+            return percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
     return "not measured"
 
 
-def _percent_interval(ratio: float, low: float, high: float) -> str:
+def percent_interval(ratio: float, low: float, high: float) -> str:
     """A ratio and its interval as changes in percent: ``+0.03 % [-0.01, +0.07]``."""
     change, least, most = (100 * (value - 1) for value in (ratio, low, high))
     return f"{change:+.3f} % [{least:+.3f}, {most:+.3f}]"
@@ -189,7 +189,7 @@ def perplexity_table(quality: Perplexity) -> TextTable:
             (
                 entry.kv_cache_dtype,
                 f"{entry.perplexity:.4f}",
-                _percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
+                percent_interval(entry.ratio, entry.ratio_low, entry.ratio_high)
                 if number
                 else "reference",
                 entry.key_conditioning,

@@ -1,0 +1,87 @@
+"""Where an evaluation's results go: the terminal, ``report.md``, ``report.json`` and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from ascend_kv.errors import RunError
+from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.quality.plots import draw_plots
+from ascend_kv.evaluate.quality.results import EvalResult
+from ascend_kv.evaluate.quality.tables import tables
+from ascend_kv.evaluate.report import cannot_write, markdown_table, write_whole
+
+
+class Saver:
+    """Keeps the report up to date while the evaluation runs.
+
+    That it cannot be written is said once and does not end the run: what counts is in the cells.
+    """
+
+    def __init__(self, directory: Path, log: Log) -> None:
+        self._directory, self._log = directory, log
+        self._failed = False
+
+    def __call__(self, result: EvalResult) -> None:
+        if self._failed:
+            return
+        try:
+            write_report(result, self._directory)
+        except RunError as error:
+            self._failed = True
+            self._log.say(f"warning: {error}")
+
+
+def write_report(result: EvalResult, directory: Path) -> None:
+    """Write ``report.json``, the plots and ``report.md``.
+
+    Raises:
+        RunError: one of them cannot be written.
+    """
+    content = json.dumps(result.as_json(), indent=1) + "\n"
+    write_whole(directory / "report.json", content)
+    try:
+        plots = draw_plots(result, directory)
+    except OSError as error:
+        raise RunError(cannot_write(directory, error)) from error
+    write_whole(directory / "report.md", markdown(result, plots))
+
+
+def show(result: EvalResult, console: Console) -> None:
+    """Print the tables and what has to be known to read them."""
+    for table in tables(result):
+        print_table(table, console)
+    for line in _context(result):
+        console.print(line, markup=False, highlight=False)
+
+
+def markdown(result: EvalResult, plots: list[str]) -> str:
+    """The whole report as text; ``plots`` are file names beside it."""
+    parts = [f"# Quality of KV caches: {result.model.name}", *_context(result)]
+    if not result.complete:
+        parts.append(
+            f"**Unfinished: {result.cells_done:,} of {result.cells:,} cells have been computed.**"
+        )
+    parts += [markdown_table(table) for table in tables(result)]
+    parts += [f"![{Path(name).stem}]({name})" for name in plots]
+    served = ", ".join(f"{name}: {by}" for name, by in sorted(result.operators.items()))
+    parts.append(f"Operators on this device, whether the run called them or not: {served}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _context(result: EvalResult) -> list[str]:
+    machine, model = result.machine, result.model
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return [
+        f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
+        f"{machine.threads} threads; {machine.system}; {versions}. Started {result.started}, "
+        f"{result.wall_seconds:.0f} s{' (quick)' if result.quick else ''}.",
+        f"Model: {model.name} ({model.model_type}, {model.num_layers} layers, "
+        f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}), "
+        f"computed in {model.dtype}.",
+        f"Text: {result.text.source}, {result.text.tokens:,} tokens, SHA-256 "
+        f"{result.text.sha256[:16]}.",
+    ]

@@ -1,0 +1,163 @@
+"""From a policy to a cache that scores: opened on shared weights, with what it costs in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ascend_kv.config import resolve_block_size, resolve_formats
+from ascend_kv.devices import get_device
+from ascend_kv.errors import UsageError
+from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy
+from ascend_kv.evaluate.quality.results import Cost
+from ascend_kv.evaluate.schemes import llm_with_room
+from ascend_kv.evaluate.single_sequence import single_sequence
+from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.integrations.quantized_cache import QuantizedCacheModel, why_not
+from ascend_kv.llm import LLM
+from ascend_kv.ops import platform
+from ascend_kv.plan.capacity import describe_formats
+
+
+class PagedScorer:
+    """A paged cache of ours, for one sequence."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def forward(self, token_ids: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
+        """Logits ``[len(rows), vocab]`` of ``token_ids`` that follow ``start`` others."""
+        batch = single_sequence(token_ids, self.llm.block_size, start)
+        return self.llm.model.forward(replace(batch, logits_indices=list(rows)))
+
+
+@dataclass(frozen=True)
+class PolicyRunner:
+    """A policy on one model, checked and ready to be opened."""
+
+    policy: Policy
+    loaded: LoadedModel
+    device: str
+    formats: tuple[FormatSpec, ...] = ()
+    """of the layers; none where the cache is transformers'"""
+    block_size: int = 0
+
+    def open(self, length: int, sequences: int = 1) -> PagedScorer | QuantizedCacheModel:
+        """A cache with room for so many sequences of ``length`` tokens.
+
+        Raises:
+            UsageError: there is no such memory, or transformers' cache cannot hold this model.
+        """
+        other = self.policy.huggingface
+        if other is not None:
+            return QuantizedCacheModel(
+                self.loaded, other.backend, other.chunk_tokens, other.options
+            )
+        return PagedScorer(self.open_llm(length, sequences))
+
+    def open_llm(self, length: int, sequences: int = 1, texts: bool = False) -> LLM:
+        """The same as an ``LLM``, with its tokenizer if ``texts``; for a cache of ours only."""
+        options = self.policy.options(self.loaded.dtype)
+        options.pop("block_size", None)
+        return llm_with_room(
+            self.loaded,
+            self.formats,
+            self.block_size,
+            sequences,
+            length,
+            self.device,
+            skip_tokenizer_init=not texts,
+            kv_cache_config=options,
+        )
+
+    def cache_bytes(self, length: int) -> int:
+        """Bytes of the cache that ``open`` makes; transformers' grows, and counts as 16-bit."""
+        geometry = self.loaded.geometry
+        if not self.formats:
+            return length * geometry.token_bytes([_HALF] * geometry.num_layers)
+        blocks = -(-length // self.block_size)
+        return geometry.cache_bytes(self.formats, blocks, self.block_size, length)
+
+
+_HALF = FormatSpec("float16", 16)
+
+
+def make_runner(
+    policy: Policy, loaded: LoadedModel, device: str, block_size: int | None
+) -> PolicyRunner | str:
+    """Check a policy against a model.
+
+    Args:
+        policy: what was asked for.
+        loaded: the weights.
+        device: cpu or npu.
+        block_size: tokens a block where the policy does not say; None: the device's default.
+
+    Returns:
+        The runner, or why the policy is left out.
+
+    Raises:
+        UsageError: the model or the device cannot have it; names the policy.
+    """
+    if policy.huggingface is not None:
+        reason = why_not(policy.huggingface.backend)
+        if any(window is not None for window in loaded.geometry.layer_windows):
+            reason = "transformers' QuantizedCache takes no model with sliding windows"
+        runner = PolicyRunner(policy, loaded, device)
+        if reason is None:
+            runner.open(0)  # its options are tried here, before anything has run
+        return reason or runner
+    try:
+        cache = policy.cache_config(loaded.dtype)
+        formats = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        if cache.block_size is None:
+            cache = replace(cache, block_size=block_size)
+        figures = get_device(platform.device_name(device))
+        size = resolve_block_size(cache, figures, formats)
+    except UsageError as error:
+        field = f"policy {policy.name!r}: {error.field}"
+        raise UsageError(field, error.given, error.legal, error.hint) from error
+    if policy.name != UNQUANTIZED and all(spec.name == loaded.dtype for spec in formats):
+        return f"it is the unquantized reference: the model computes in {loaded.dtype}"
+    return PolicyRunner(policy, loaded, device, formats, size)
+
+
+def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
+    """Bytes of a cache of ours, from the geometry; equal to those allocated."""
+    geometry, positions = runner.loaded.geometry, runner.loaded.geometry.max_position_tokens
+    token_bytes = geometry.token_bytes(runner.formats)
+    conditioning = llm.conditioning
+    return Cost(
+        formats=describe_formats(runner.formats),
+        block_size=runner.block_size,
+        bytes_per_token=float(token_bytes),
+        bits_per_value=8 * token_bytes / values_per_token(geometry),
+        residual="none",
+        static_bytes=geometry.static_bytes(runner.formats, positions) + conditioning.offset_bytes,
+        key_conditioning=str(conditioning),
+    )
+
+
+def other_cost(runner: PolicyRunner, model: QuantizedCacheModel) -> Cost:
+    """Bytes that transformers' cache holds after a sequence, over its quantized tokens."""
+    other = runner.policy.huggingface
+    assert other is not None
+    quantized = model.stored_tokens() - model.residual_tokens()
+    token_bytes = model.stored_bytes() / max(1, quantized)
+    return Cost(
+        formats=", ".join([other.backend, *(f"{k} {v}" for k, v in other.options.items())]),
+        block_size=0,
+        bytes_per_token=token_bytes,
+        bits_per_value=8 * token_bytes / values_per_token(runner.loaded.geometry),
+        residual=other.residual,
+        static_bytes=0,
+        key_conditioning="keys as the model makes them",
+    )
+
+
+def values_per_token(geometry: ModelGeometry) -> int:
+    """Numbers in the keys and values of one token, all layers together."""
+    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim

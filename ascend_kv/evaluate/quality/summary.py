@@ -1,0 +1,240 @@
+"""From cells to rows: means, paired intervals, shares. Nothing is computed that is not in a cell.
+
+Every interval is of the difference from the unquantized cache on the very same tokens or
+questions, so that what the text or the question itself contributes cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ascend_kv.evaluate.perplexity import compare, perplexity
+from ascend_kv.evaluate.quality.evaluation import QUESTION_TASKS, Evaluation
+from ascend_kv.evaluate.quality.policies import UNQUANTIZED
+from ascend_kv.evaluate.quality.questions import Answer, from_cell
+from ascend_kv.evaluate.quality.results import (
+    AnswerRow,
+    Cost,
+    EvalResult,
+    GenerationRow,
+    HarnessRow,
+    Interval,
+    NeedlePoint,
+    PerplexityRow,
+    PolicyRow,
+)
+from ascend_kv.evaluate.recipe import LEAST_CLUSTERS
+from ascend_kv.evaluate.statistics import MeanInterval, clustered_mean
+
+COST = ("about", "cost")
+"""Task and item under which a policy's costs are kept."""
+
+Cells = dict[int, dict[str, Any]]
+
+
+def summarize(evaluation: Evaluation, result: EvalResult) -> None:
+    """Fill in the rows of ``result``."""
+    store, recipe = evaluation.store, evaluation.recipe
+    names = [runner.policy.name for runner in evaluation.runners]
+
+    def cells(task: str) -> dict[str, Cells]:
+        found = {}
+        for runner in evaluation.runners:
+            name = runner.policy.name
+            kept = {
+                number: store.get(name, task, item)
+                for number, item in enumerate(evaluation.items(task, runner))
+            }
+            found[name] = {number: cell for number, cell in kept.items() if cell is not None}
+        return found
+
+    for runner in evaluation.runners:
+        cost = store.get(runner.policy.name, *COST)
+        if cost is not None:
+            row = PolicyRow(runner.policy.name, runner.policy.settings, Cost(**cost))
+            result.policies.append(row)
+    for task in recipe.ordered_tasks:
+        found = cells(task)
+        if task == "perplexity":
+            result.perplexity = _perplexity_rows(found, recipe.perplexity.cluster_tokens)
+        elif task == "generation":
+            result.generation = _generation_rows(found, recipe.generation.max_tokens)
+        elif task in QUESTION_TASKS:
+            result.answers += _answer_rows(task, found)
+            if task == "needle":
+                result.needles = _needle_points(found)
+        else:
+            result.harness = _harness_rows(found, names, recipe.lm_eval.tasks)
+
+
+def _perplexity_rows(found: Mapping[str, Cells], cluster_tokens: int) -> list[PerplexityRow]:
+    rows = []
+    for name, cells in found.items():
+        both = sorted(cells.keys() & found[UNQUANTIZED].keys())
+        if both:
+            reference = [found[UNQUANTIZED][number] for number in both]
+            rows.append(perplexity_row(name, [cells[n] for n in both], reference, cluster_tokens))
+    return rows
+
+
+def perplexity_row(
+    name: str,
+    cells: Sequence[Mapping[str, Any]],
+    reference: Sequence[Mapping[str, Any]],
+    cluster_tokens: int,
+) -> PerplexityRow:
+    """One policy's row from the cells of the same windows, its own and the reference's."""
+    losses = [cell["loss"] for cell in cells]
+    divergences = [cell["divergence"] for cell in cells]
+    tokens = sum(len(window) for window in losses)
+    expected = [cell["loss"] for cell in reference]
+    broken = sum(
+        None in token
+        for window in zip(losses, expected, divergences, strict=True)
+        for token in zip(*window, strict=True)
+    )
+    own = name == UNQUANTIZED
+    zeros = [[0.0] * len(window) for window in losses]
+
+    def interval(
+        values: Sequence[Sequence[float]],
+        others: Sequence[Sequence[float]],
+        shape: Callable[[float], float] = float,
+    ) -> Interval | None:
+        if broken or own or clusters < LEAST_CLUSTERS:
+            return None
+        return _interval(compare(values, others, cluster_tokens), shape)
+
+    clusters = sum(-(-len(window) // cluster_tokens) for window in losses)
+    return PerplexityRow(
+        policy=name,
+        windows=len(losses),
+        tokens=tokens,
+        clusters=clusters,
+        not_finite=broken,
+        perplexity=None if broken else perplexity(losses),
+        change=interval(losses, expected, math.exp),
+        divergence=_within(interval(divergences, zeros), math.inf),
+        agreement=_within(interval([cell["agreement"] for cell in cells], zeros), 1.0),
+        seconds=sum(cell["seconds"] for cell in cells),
+    )
+
+
+def _generation_rows(found: Mapping[str, Cells], tokens: int) -> list[GenerationRow]:
+    rows = []
+    for name, cells in found.items():
+        if cells and name != UNQUANTIZED:
+            agreed = [float(cell["agreed"]) for cell in cells.values()]
+            rows.append(
+                GenerationRow(
+                    policy=name,
+                    prompts=len(agreed),
+                    tokens=tokens,
+                    identical=sum(count == tokens for count in agreed) / len(agreed),
+                    agreeing_tokens=math.fsum(agreed) / len(agreed),
+                    interval=_mean([[count / tokens] for count in agreed]),
+                )
+            )
+    return rows
+
+
+def _answer_rows(task: str, found: Mapping[str, Cells]) -> list[AnswerRow]:
+    rows = []
+    expected = _answers(found[UNQUANTIZED])
+    for name, cells in found.items():
+        answers = _answers(cells)
+        both = sorted(answers.keys() & expected.keys())
+        if both:
+            ours = [answers[number] for number in both]
+            rows.append(answer_row(name, task, ours, [expected[number] for number in both]))
+    return rows
+
+
+def answer_row(
+    name: str, task: str, ours: Sequence[list[Answer]], theirs: Sequence[list[Answer]]
+) -> AnswerRow:
+    """One policy's row from its answers and the reference's, question by question."""
+    answers = [answer for question in ours for answer in question]
+    expected = [answer for question in theirs for answer in question]
+    tokens = sum(answer.tokens for answer in answers)
+    total = math.fsum(answer.log_probability for answer in answers)
+    finite = math.isfinite(total) and all(
+        math.isfinite(answer.log_probability) for answer in expected
+    )
+    own = name == UNQUANTIZED
+
+    def change(value: Callable[[Answer], float]) -> Interval | None:
+        if own:
+            return None
+        return _mean(
+            [
+                [value(a) - value(b) for a, b in zip(mine, other, strict=True)]
+                for mine, other in zip(ours, theirs, strict=True)
+            ]
+        )
+
+    return AnswerRow(
+        policy=name,
+        task=task,
+        questions=len(answers),
+        exact=sum(answer.exact for answer in answers) / len(answers),
+        token_accuracy=sum(answer.right for answer in answers) / tokens,
+        log_probability=total / tokens if math.isfinite(total) else None,
+        differing=sum(a.exact != b.exact for a, b in zip(answers, expected, strict=True)),
+        exact_change=change(lambda answer: float(answer.exact)),
+        log_probability_change=change(lambda answer: answer.log_probability / answer.tokens)
+        if finite
+        else None,
+    )
+
+
+def _needle_points(found: Mapping[str, Cells]) -> list[NeedlePoint]:
+    points = []
+    for name, cells in found.items():
+        places: dict[tuple[int, float], list[Answer]] = {}
+        for cell in cells.values():
+            labels, answers = from_cell(cell)
+            places.setdefault((int(labels["length"]), labels["depth"]), []).extend(answers)
+        for (length, depth), answers in sorted(places.items()):
+            tokens = sum(answer.tokens for answer in answers)
+            total = math.fsum(answer.log_probability for answer in answers)
+            exact = sum(answer.exact for answer in answers) / len(answers)
+            mean = total / tokens if math.isfinite(total) else None
+            points.append(NeedlePoint(name, length, depth, exact, mean))
+    return points
+
+
+def _harness_rows(
+    found: Mapping[str, Cells], names: Sequence[str], tasks: Sequence[str]
+) -> list[HarnessRow]:
+    return [
+        HarnessRow(name, tasks[number], **figure)
+        for name in names
+        for number, cell in found[name].items()
+        for figure in cell["figures"]
+        if figure["value"] is not None
+    ]
+
+
+def _answers(cells: Cells) -> dict[int, list[Answer]]:
+    return {number: from_cell(cell)[1] for number, cell in cells.items()}
+
+
+def _mean(clusters: Sequence[Sequence[float]]) -> Interval | None:
+    """The mean with its interval; None where there are too few clusters for one."""
+    if len(clusters) < LEAST_CLUSTERS:
+        return None
+    return _interval(clustered_mean(clusters))
+
+
+def _within(found: Interval | None, most: float) -> Interval | None:
+    """Ends that the quantity cannot reach are cut off; it is at least 0."""
+    if found is None:
+        return None
+    return Interval(found.value, max(0.0, found.low), min(most, found.high))
+
+
+def _interval(found: MeanInterval, shape: Callable[[float], float] = float) -> Interval:
+    return Interval(shape(found.mean), shape(found.low), shape(found.high))
