@@ -226,7 +226,7 @@ def _serve(recipe: DeepseekRecipe, llm: LLM, name: str, first: list[list[int]]) 
 def serving_table(recipe: DeepseekRecipe, served: list[Served]) -> TextTable:
     """What the runs took and did."""
     groups = ("window", "csa", "hca", "state")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             one.name,
             *(format_bytes(one.cache_bytes[group]) for group in groups),
@@ -277,7 +277,7 @@ def time_all(recipe: DeepseekRecipe, loaded: LoadedModel, log: Log) -> list[Deco
 
 def decode_table(times: list[DecodeTime]) -> TextTable:
     """Attention time and bytes of single layers against full attention."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{one.kind}, entries {one.formats.entries}"
             + (f", indexer keys {one.formats.index_keys}" if one.kind == "csa" else ""),

@@ -6,13 +6,13 @@ from typing import cast
 
 import torch
 
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 from ascend_kv.ops.fused_request import Request, Scales, split
 from ascend_kv.ops.fused_rules import Fallback, broken
 
 
 def decode_fallbacks(
-    geometry: ModelGeometry, spec: FormatSpec, model_dtype: str, block_size: int, tokens: int
+    geometry: ModelGeometry, spec: LayerFormat, model_dtype: str, block_size: int, tokens: int
 ) -> tuple[Fallback, ...]:
     """The rules that a decode of one sequence would break over the paged cache as it lies.
 
@@ -26,10 +26,17 @@ def decode_fallbacks(
         block_size: tokens in a block.
         tokens: of the sequence.
     """
-    scales = cast(Scales, spec.granularity if spec.quantized else "none")
+
+    def scales(side: FormatSpec) -> Scales:
+        return cast(Scales, side.granularity if side.quantized else "none")
+
+    def dtype(side: FormatSpec) -> torch.dtype:
+        return torch.int8 if side.quantized else getattr(torch, side.name)
+
     request = Request(
         query_dtype=getattr(torch, model_dtype),
-        cache_dtype=torch.int8 if spec.quantized else getattr(torch, spec.name),
+        cache_dtype=dtype(spec.key),
+        value_dtype=dtype(spec.value),
         num_heads=geometry.num_heads,
         kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
@@ -38,10 +45,10 @@ def decode_fallbacks(
         query_lengths=(1,),
         kv_lengths=(tokens,),
         softmax_scale=1.0,
-        key=scales,
-        value=scales,
-        key_zero_point=spec.quantized and not spec.symmetric,
-        value_zero_point=spec.quantized and not spec.symmetric,
+        key=scales(spec.key),
+        value=scales(spec.value),
+        key_zero_point=spec.key.quantized and not spec.key.symmetric,
+        value_zero_point=spec.value.quantized and not spec.value.symmetric,
     )
     (part,) = split(request)
     found = broken(request, part, "paged")

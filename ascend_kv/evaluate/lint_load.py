@@ -26,7 +26,8 @@ def look_at_attention(case: Case) -> Iterator[Lint]:
     for number, scheme in enumerate(recipe.schemes):
         formats = layer_formats(recipe, scheme.kv_cache_dtype, geometry, case.model_dtype)
         for spec in dict.fromkeys(formats):
-            if spec.quantized and spec.name not in case.device.formats:
+            sides = {side.name for side in (spec.key, spec.value) if side.quantized}
+            if not sides <= set(case.device.formats):
                 continue  # refused by ``look_at_formats``
             for fallback in decode_fallbacks(
                 geometry, spec, case.model_dtype, case.block_size, recipe.max_model_len

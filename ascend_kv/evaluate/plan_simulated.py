@@ -67,7 +67,8 @@ def _run(plan: Plan, policy: Policy, block_size: int) -> Run:
         result = simulate(
             plan.arrivals, PagedTables(blocks, block_size), limits, policy.clocks["best"]
         )
-    multiples = (deployment.device.block_multiples[spec.name] for spec in policy.formats)
+    sides = (side for spec in policy.formats for side in (spec.key, spec.value))
+    multiples = (deployment.device.block_multiples[side.name] for side in sides)
     legal = all(block_size % multiple == 0 for multiple in multiples)
     return Run(describe_formats(policy.formats), block_size, legal, result)
 

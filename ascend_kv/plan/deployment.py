@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ascend_kv.config import CacheConfig, resolve_block_size, resolve_formats
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import LayerFormat, ModelGeometry
 from ascend_kv.plan.capacity import Capacity, capacity
 from ascend_kv.plan.hardware import Hardware
 from ascend_kv.plan.memory import (
@@ -78,7 +78,7 @@ class Deployment:
     def mean_prompt(self) -> int:
         return round(sum(prompt for prompt, _ in self.lengths) / len(self.lengths))
 
-    def parts(self, formats: Sequence[FormatSpec]) -> list[Part]:
+    def parts(self, formats: Sequence[LayerFormat]) -> list[Part]:
         """A card's memory without the cache."""
         model, serving, parallel = self.model, self.serving, self.parallel
         return [
@@ -90,7 +90,7 @@ class Deployment:
             score_bias_part(model.geometry, formats, serving, parallel),
         ]
 
-    def budget(self, formats: Sequence[FormatSpec], block_size: int) -> Budget:
+    def budget(self, formats: Sequence[LayerFormat], block_size: int) -> Budget:
         """What the cache gets on a card.
 
         Raises:
@@ -119,7 +119,7 @@ class Deployment:
             )
         return budget._replace(kv_bytes=self.kv_bytes, kv_low=self.kv_bytes, kv_high=self.kv_bytes)
 
-    def served_model(self, formats: Sequence[FormatSpec]) -> ServedModel:
+    def served_model(self, formats: Sequence[LayerFormat]) -> ServedModel:
         """What one card works on in a step."""
         geometry = self.geometry
         numbers = sum(
@@ -137,14 +137,14 @@ class Deployment:
         )
 
 
-ClockMaker = Callable[[Deployment, Sequence[FormatSpec]], Mapping[str, Clock]]
+ClockMaker = Callable[[Deployment, Sequence[LayerFormat]], Mapping[str, Clock]]
 """The clocks of a deployment with a cache of these formats, by name: "low", "best", "high"."""
 
 
 def roofline_clocks(costs: Mapping[str, Costs]) -> ClockMaker:
     """Clocks from a card's published rates; none where it has none."""
 
-    def make(deployment: Deployment, formats: Sequence[FormatSpec]) -> Mapping[str, Clock]:
+    def make(deployment: Deployment, formats: Sequence[LayerFormat]) -> Mapping[str, Clock]:
         if not has_rates(deployment.hardware):
             return {}
         model = deployment.served_model(formats)
@@ -171,7 +171,7 @@ class Policy(NamedTuple):
         clocks: by the same names.
     """
 
-    formats: tuple[FormatSpec, ...]
+    formats: tuple[LayerFormat, ...]
     block_size: int
     budget: Budget
     paged: Capacity

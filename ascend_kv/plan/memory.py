@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import LayerFormat, ModelGeometry
 from ascend_kv.plan.hardware import Hardware
 from ascend_kv.plan.parallel import Parallel
 from ascend_kv.plan.parameters import Parameters, WeightFormat
@@ -107,14 +107,14 @@ def activations_part(
 
 
 def score_bias_part(
-    geometry: ModelGeometry, formats: Sequence[FormatSpec], serving: Serving, parallel: Parallel
+    geometry: ModelGeometry, formats: Sequence[LayerFormat], serving: Serving, parallel: Parallel
 ) -> Part:
     """The bias q.R(n).offset of every query head at every position, float16, one layer at a time.
 
     Whether it is needed depends on the weights: this counts it where a model has key biases and
     keys are kept in few bits or as floats of 8 bits; for INT8 it is the upper end of the range.
     """
-    low_bit = any(spec.name.startswith(LOW_BIT) for spec in formats)
+    low_bit = any(spec.key.name.startswith(LOW_BIT) for spec in formats)
     biased = geometry.model_type == "qwen2"
     quantized = any(spec.quantized for spec in formats)
     whole = serving.max_num_seqs * geometry.num_heads // parallel.tensor * serving.max_model_len * 2

@@ -14,7 +14,7 @@ from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy
 from ascend_kv.evaluate.quality.results import Cost
 from ascend_kv.evaluate.schemes import llm_with_room
 from ascend_kv.evaluate.single_sequence import single_sequence
-from ascend_kv.geometry import FormatSpec, ModelGeometry
+from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.integrations.quantized_cache import QuantizedCacheModel, why_not
 from ascend_kv.llm import LLM
@@ -41,7 +41,7 @@ class PolicyRunner:
     policy: Policy
     loaded: LoadedModel
     device: str
-    formats: tuple[FormatSpec, ...] = ()
+    formats: tuple[LayerFormat, ...] = ()
     """of the layers; none where the cache is transformers'"""
     block_size: int = 0
 
@@ -120,7 +120,7 @@ def make_runner(
     except UsageError as error:
         field = f"policy {policy.name!r}: {error.field}"
         raise UsageError(field, error.given, error.legal, error.hint) from error
-    if policy.name != UNQUANTIZED and all(spec.name == loaded.dtype for spec in formats):
+    if policy.name != UNQUANTIZED and {str(spec) for spec in formats} == {loaded.dtype}:
         return f"it is the unquantized reference: the model computes in {loaded.dtype}"
     return PolicyRunner(policy, loaded, device, formats, size)
 
