@@ -9,7 +9,7 @@ from pathlib import Path
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.lint_case import Case, Lint, refused
 from ascend_kv.evaluate.recipe import BenchRecipe, name_format
-from ascend_kv.geometry import format_spec
+from ascend_kv.geometry import layer_format
 from ascend_kv.model_files import read_json
 
 _SCALE = re.compile(r"(^|[._])(k|v|key|value)_scale$")
@@ -24,7 +24,9 @@ def look_at_formats(case: Case) -> Iterator[Lint]:
             continue
         try:
             with name_format(key):
-                case.device.check_block_size(case.block_size, format_spec(name).name)
+                layer = layer_format(name)
+                for side in (layer.key.name, layer.value.name):
+                    case.device.check_block_size(case.block_size, side)
         except UsageError as error:
             yield refused(error.field, error, f"The {case.device.name}'s attention refuses it.")
 
