@@ -7,6 +7,7 @@ everything works all the same, on the Python references.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -54,6 +55,17 @@ def cpu_features() -> tuple[str, ...]:
     except OSError:
         found = []
     return next(level for level in CPU_LEVELS if set(level) <= set(found))
+
+
+def sources_digest() -> str | None:
+    """As ``ascend_kv.ops.native`` computes it; that package is not imported, it needs torch."""
+    file = ROOT / "ascend_kv" / "ops" / "native_sources.py"
+    spec = importlib.util.spec_from_file_location("native_sources", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    digest: str | None = module.digest()
+    return digest
 
 
 def without_cpu_operators(reason: str) -> None:
@@ -104,7 +116,11 @@ def cpu_operators() -> dict[str, Any]:
                 without_cpu_operators(f"they do not compile here ({error})")
                 self.extensions = []
                 return
-            made_for = {"torch": torch.__version__, "cpu_features": features}
+            made_for = {
+                "torch": torch.__version__,
+                "cpu_features": features,
+                "sources": sources_digest(),
+            }
             library = Path(self.get_ext_fullpath(CPU_MODULE))
             library.with_suffix(".json").write_text(json.dumps(made_for))
 

@@ -8,7 +8,8 @@ What a compiled operator does not serve it hands to the reference: lists of entr
 channels do not lie side by side, and what is wrong, so that errors are the same.
 
 Beside the library lies what it was compiled for. A library that was compiled for a CPU that has
-more than this one, or against another torch, is not loaded: it could end the process.
+more than this one, against another torch, or in a checkout from other sources than lie there now,
+is not loaded: it could end the process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 from ascend_kv.errors import RunError, UsageError
+from ascend_kv.ops import native_sources
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,9 @@ def find_problem(library: Path) -> str | None:
             f"the native CPU operators were built with torch {made_for['torch']}, "
             f"and this is {torch.__version__}"
         )
+    sources = native_sources.digest()
+    if sources is not None and made_for.get("sources") != sources:
+        return "the native CPU operators were built from other sources than these"
     missing = set(made_for["cpu_features"]) - _cpu_features()
     if missing:
         return f"the native CPU operators need {', '.join(sorted(missing))}, which this CPU lacks"

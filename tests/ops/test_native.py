@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.ops import native
+from ascend_kv.ops import native, native_sources
 
 built = pytest.mark.skipif(
     native.find_problem(native.LIBRARY) is not None,
@@ -35,7 +35,12 @@ LOADED: list[str] = []
 
 
 def describe(library: Path, **changes: object) -> None:
-    made_for = {"torch": torch.__version__, "cpu_features": [], **changes}
+    made_for = {
+        "torch": torch.__version__,
+        "cpu_features": [],
+        "sources": native_sources.digest(),
+        **changes,
+    }
     library.with_suffix(".json").write_text(json.dumps(made_for))
 
 
@@ -49,6 +54,7 @@ def test_what_fits_is_loaded(library: Path, caplog: pytest.LogCaptureFixture) ->
     [
         ({"torch": "1.0.0"}, f"built with torch 1.0.0, and this is {torch.__version__}"),
         ({"cpu_features": ["of_tomorrow"]}, "need of_tomorrow, which this CPU lacks"),
+        ({"sources": "of an older checkout"}, "built from other sources than these"),
         (None, "no native CPU operators were built"),
     ],
 )
@@ -103,3 +109,17 @@ def test_the_variable_decides_who_serves(wanted: str) -> None:
     )
     expected = "reference" if wanted == "reference" else "native"
     assert f"'paged_attention': '{expected}'" in done.stdout
+
+
+def test_every_change_of_the_sources_shows(tmp_path: Path) -> None:
+    assert native_sources.digest(tmp_path) is None  # an installed package has none
+    (tmp_path / "op").mkdir()
+    source, header = tmp_path / "op" / "op_cpu.cpp", tmp_path / "op" / "cpu_part.h"
+    seen = set()
+    for text in ("one", "two"):
+        for file in (source, header):
+            file.write_text(text)
+            seen.add(native_sources.digest(tmp_path))
+    source.rename(tmp_path / "op" / "other_cpu.cpp")
+    seen.add(native_sources.digest(tmp_path))
+    assert len(seen) == 5 and None not in seen
