@@ -72,6 +72,7 @@ class Library:
             "results": {
                 tasks[0]: {
                     "alias": tasks[0],
+                    "sample_len": 20,
                     "acc,none": 0.25,
                     "acc_stderr,none": 0.125,
                     "exact_match,strict": float(greedy),
