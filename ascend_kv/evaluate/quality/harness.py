@@ -111,7 +111,7 @@ def run_task(
 def _figures(results: Mapping[str, Any]) -> Iterator[Figure]:
     for key, value in results.items():
         metric, _, filtered = key.partition(",")
-        if metric.endswith("_stderr") or isinstance(value, bool | str | None):
+        if metric.endswith(("_stderr", "sample_len")) or isinstance(value, bool | str | None):
             continue
         error = results.get(f"{metric}_stderr,{filtered}")
         name = metric if filtered in ("", "none") else f"{metric} ({filtered})"

@@ -79,7 +79,7 @@ def _pareto(result: EvalResult, points: Sequence[tuple[str, float, Interval]]) -
         )
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=_LINEAR_PERCENT)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if value else "0")
     axes.set_xlabel("bytes a token, scales included")
     axes.set_ylabel("perplexity against unquantized, 95 % interval")
     axes.set_xlim(left=0)

@@ -153,14 +153,22 @@ DEFAULT_POLICIES = (
         kv_cache_dtype_skip_layers=[0, 1, -2, -1],
         **_AS_IT_IS,
     ),
-    _ours("int8, groups of 32", kv_cache_dtype="int8", granularity="group", group_size=32),
+    _ours("fp8_e4m3", kv_cache_dtype="fp8_e4m3"),
+    _ours("fp8_e4m3, keys as they are", kv_cache_dtype="fp8_e4m3", **_AS_IT_IS),
+    _ours("int4/asymmetric", kv_cache_dtype="int4/asymmetric"),
+    _ours("int4/asymmetric/hadamard", kv_cache_dtype="int4/asymmetric/hadamard"),
+    _ours(
+        "int4/asymmetric/hadamard, keys as they are",
+        kv_cache_dtype="int4/asymmetric/hadamard",
+        **_AS_IT_IS,
+    ),
+    _ours("k:int8+v:int4/asymmetric", kv_cache_dtype="k:int8+v:int4/asymmetric"),
     Policy("HF quanto int4", huggingface=HuggingFaceCache("quanto", 4)),
     Policy("HF hqq int4", huggingface=HuggingFaceCache("hqq", 4, axis_key=1, axis_value=1)),
-    Policy("HF hqq int8", huggingface=HuggingFaceCache("hqq", 8, axis_key=1, axis_value=1)),
     Policy("HF fp8", huggingface=HuggingFaceCache("fp8")),
 )
-"""What is compared when nothing else is said: what each part of an INT8 cache is worth, and the
-baselines that people have."""
+"""What is compared when nothing else is said: what few bits cost, what key conditioning is worth
+beside layers that are kept, and the baselines that people have."""
 
 
 def read_policy(entry: Any, where: str) -> Policy:
@@ -194,8 +202,10 @@ def _named(name: str, where: str) -> Policy:
         if policy.name == name:
             return policy
     formats = (SIXTEEN_BIT, *FORMAT_NAMES)
-    if name in formats:
-        return Policy(name, {"kv_cache_dtype": name})
+    if name.split("/")[0] in formats or ":" in name:  # words after it, or two of them
+        policy = Policy(name, {"kv_cache_dtype": name})
+        policy.check(where)
+        return policy
     names = tuple(policy.name for policy in DEFAULT_POLICIES)
     legal = f"a cache format ({', '.join(formats)}), a default policy ({'; '.join(names)}), "
     known = tuple(dict.fromkeys((*formats, *names)))

@@ -172,7 +172,13 @@ QUICK: dict[str, Any] = {
     "needle": {"lengths": [256], "depths": [0, 50, 100], "repeats": 1},
     "copy": {"lengths": [64], "passages": 1},
     "recall": {"pairs": [16], "lists": 1},
-    "policies": ["16-bit", "int8", "int8, keys as they are", "HF fp8"],
+    "policies": [
+        "int8",
+        "int8, keys as they are",
+        "fp8_e4m3",
+        "int4/asymmetric/hadamard",
+        "HF fp8",
+    ],
 }
 """What ``--quick`` changes where no recipe is given; recipes/eval.yaml says the same."""
 

@@ -116,6 +116,9 @@ def make_runner(
         if cache.block_size is None:
             cache = replace(cache, block_size=block_size)
         figures = get_device(platform.device_name(device))
+        for name in dict.fromkeys(side.name for spec in formats for side in (spec.key, spec.value)):
+            if name not in figures.formats:  # so that one list of policies serves every device
+                return f"{name} on {figures.name}: {figures.refused.get(name) or 'it cannot'}"
         size = resolve_block_size(cache, figures, formats)
     except UsageError as error:
         field = f"policy {policy.name!r}: {error.field}"

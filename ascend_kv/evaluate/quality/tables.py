@@ -44,21 +44,22 @@ def perplexity_table(result: EvalResult) -> TextTable:
         "scored (measured)",
         (
             "policy",
-            "bits a value",
-            "bytes a token",
-            "perplexity",
+            "bits",
+            "bytes",
+            "PPL",
             "change [95 %]",
-            "KL, 1e-3 nats [95 %]",
+            "KL, mnat [95 %]",
             "same choice [95 %]",
-            "seconds",
+            "s",
         ),
         [_perplexity_row(row, costs.get(row.policy)) for row in result.perplexity],
         [
-            "Bits and bytes: keys and values of a token in all layers, scales and zero points "
-            "included. Every query read what the cache holds (prefill_reads: cache); what was "
-            "read unquantized all the same is in the table of costs. Change: exp of the mean "
-            "difference of the loss on the same tokens. KL: of the policy's next token from the "
-            "unquantized cache's. Same choice: the likeliest token is the same. Intervals over "
+            "Bits a value and bytes a token: its keys and values in all layers, scales and zero "
+            "points included. Every query read what the cache holds (prefill_reads: cache); what "
+            "was read unquantized all the same is in the table of costs. Change: exp of the mean "
+            "difference of the loss on the same tokens. KL: KL(unquantized || policy) of the next "
+            "token, in thousandths of a nat. Same choice: the likeliest token is the same. "
+            "Intervals over "
             f"{first.clusters} clusters of neighbouring tokens.",
             *_unequal(result.perplexity),
         ],
