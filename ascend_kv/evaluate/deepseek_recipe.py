@@ -277,7 +277,7 @@ def time_all(recipe: DeepseekRecipe, loaded: LoadedModel, log: Log) -> list[Deco
 
 def decode_table(times: list[DecodeTime]) -> TextTable:
     """Attention time and bytes of single layers against full attention."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{one.kind}, entries {one.formats.entries}"
             + (f", indexer keys {one.formats.index_keys}" if one.kind == "csa" else ""),
