@@ -31,7 +31,7 @@ from ascend_kv.engine.engine import Engine
 from ascend_kv.engine.outputs import RequestOutput
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
-from ascend_kv.geometry import FormatSpec, format_spec
+from ascend_kv.geometry import LayerFormat, format_spec
 from ascend_kv.integrations.deepseek_v4 import make_compressed_cache
 from ascend_kv.integrations.huggingface import HuggingFaceModel
 from ascend_kv.integrations.key_conditioning import UNCONDITIONED, KeyConditioning
@@ -182,7 +182,7 @@ class LLMEngine:
             enable_chunked_prefill=enable_chunked_prefill,
         )
         self._warned_of_clipping = False
-        self.formats: tuple[FormatSpec, ...] = ()
+        self.formats: tuple[LayerFormat, ...] = ()
         self.tables: SequenceTables
         self.cache: PagedKVCache | CompressedKVCache
         self.model: Model
