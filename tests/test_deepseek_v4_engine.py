@@ -12,7 +12,9 @@ from deepseek_models import load_theirs, make_deepseek
 from ascend_kv import LLM, SamplingParams, UsageError
 from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.errors import UnsupportedModelError
+from ascend_kv.geometry import FORMATS
 from ascend_kv.integrations.loading import LoadedModel, load_model
+from ascend_kv.model_files import load_geometry
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LENGTHS = [3, 140, 61, 29, 126, 8]
@@ -143,9 +145,6 @@ def test_other_models_have_no_indexer(tmp_path: Path) -> None:
 
 
 def test_plans_by_the_token_are_refused(checkpoint: Path) -> None:
-    from ascend_kv.evaluate.planning import load_geometry
-    from ascend_kv.geometry import FORMATS
-
     geometry = load_geometry(checkpoint)
     with pytest.raises(UnsupportedModelError, match="deepseek_v4"):
         geometry.block_bytes([FORMATS["float16"]] * 3, 16)

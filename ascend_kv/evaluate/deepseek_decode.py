@@ -22,7 +22,7 @@ from ascend_kv.compressed_layers import CompressedFormats, GroupBlocks
 from ascend_kv.engine.batch import Batch
 from ascend_kv.errors import UsageError
 from ascend_kv.integrations.deepseek_v4_attention import make_rotary_table
-from ascend_kv.integrations.deepseek_v4_fused import LayerInput
+from ascend_kv.integrations.deepseek_v4_layer import LayerInput
 from ascend_kv.integrations.deepseek_v4_step import CompressedStep
 from ascend_kv.integrations.loading import LoadedModel
 

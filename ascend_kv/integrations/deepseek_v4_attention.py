@@ -16,8 +16,8 @@ import torch
 from ascend_kv.compressed_layers import CompressedLayers
 from ascend_kv.errors import RunError, UnsupportedModelError
 from ascend_kv.integrations.attention import STEP_KEYWORD
-from ascend_kv.integrations.deepseek_v4_fused import LayerInput
-from ascend_kv.integrations.deepseek_v4_step import CompressedStep, turn_last
+from ascend_kv.integrations.deepseek_v4_layer import LayerInput, turn_last
+from ascend_kv.integrations.deepseek_v4_step import CompressedStep
 
 Tensor = torch.Tensor
 

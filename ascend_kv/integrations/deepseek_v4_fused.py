@@ -14,21 +14,11 @@ import torch
 
 from ascend_kv.cache.compressed import CompressedKVCache, CompressedLayerCache
 from ascend_kv.compressed_layers import CompressedLayers
+from ascend_kv.integrations.deepseek_v4_layer import LayerInput
 from ascend_kv.integrations.deepseek_v4_plan import EntriesPlan, Span, WindowPlan, pad_rows
 from ascend_kv.ops.sparse_flash_mla import PreparedCall, Request, Unserved, plan
 
 Tensor = torch.Tensor
-
-
-class LayerInput(NamedTuple):
-    """What a layer brings to attention."""
-
-    module: Any  # its attention module
-    query: Tensor  # [T, H, D] after RoPE
-    key: Tensor  # [T, D] after RoPE; the value too
-    hidden: Tensor  # [T, hidden]
-    residual: Tensor  # [T, q_lora_rank], what queries are projected from
-    rotation: tuple[Tensor, Tensor]  # cosine and sine [1, T, R / 2] of the tokens' positions
 
 
 class _Part(NamedTuple):

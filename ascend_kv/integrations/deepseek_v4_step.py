@@ -18,7 +18,9 @@ from ascend_kv import ops
 from ascend_kv.cache.compressed import CompressedKVCache, CompressedLayerCache, PagedVectors
 from ascend_kv.compressed_layers import CompressedLayers
 from ascend_kv.engine.batch import Batch
-from ascend_kv.integrations.deepseek_v4_fused import FusedAttention, LayerInput
+from ascend_kv.integrations.deepseek_v4_fused import FusedAttention
+from ascend_kv.integrations.deepseek_v4_indexer import select_entries
+from ascend_kv.integrations.deepseek_v4_layer import LayerInput, project
 from ascend_kv.integrations.deepseek_v4_plan import (
     CompressPlan,
     EntriesPlan,
@@ -32,10 +34,6 @@ Tensor = torch.Tensor
 Part = tuple[Tensor, Tensor]
 """Output [T, H, D] and log-sum-exp [T, H] of one part of an attention"""
 
-_SCORE_ELEMENTS = 1 << 24
-"""Products of queries and indexer keys that are in memory at once"""
-_KEY_TILE = 4096
-"""Indexer keys that are read at once: they stay in the caches of a CPU"""
 _PAGE_ELEMENTS = 1 << 23
 """Numbers of the entries that were selected for some queries, in memory at once"""
 
@@ -164,7 +162,7 @@ class CompressedStep:
             return None
         plan, columns = self.entries[kind], self._layers.index_topk
         if max(plan.counts) > columns:
-            return self._select(plan, cache, given)
+            return self._select(cache, given)
         every = torch.arange(columns, dtype=torch.int32, device=given.query.device)
         return torch.where(every <= plan.last_seen[:, None], every, -1)
 
@@ -196,7 +194,7 @@ class CompressedStep:
         dtype: torch.dtype,
     ) -> None:
         """Compress the windows that are full now into ``target``; keep the others' tokens."""
-        projected = [_project(compressor.kv_proj, hidden), _project(compressor.gate_proj, hidden)]
+        projected = [project(compressor.kv_proj, hidden), project(compressor.gate_proj, hidden)]
         tokens = torch.stack(projected, 1).to(torch.float32)  # [T, 2, C]
         if plan.lengths:
             rows = torch.cat((state[plan.kept_places], tokens))[plan.order]
@@ -231,7 +229,7 @@ class CompressedStep:
         if not any(plan.counts):
             return None
         if kind == "csa" and max(plan.counts) > self._layers.index_topk:
-            return self._attend_listed(cache.entries, plan, given, self._select(plan, cache, given))
+            return self._attend_listed(cache.entries, plan, given, self._select(cache, given))
         entries, tables = cache.entries.codes, plan.tables
         if cache.entries.quantized:
             entries, tables = self._load(cache.entries, plan, given.query.dtype)
@@ -291,65 +289,19 @@ class CompressedStep:
         numbers = (used.flatten().cumsum(0) - 1).view(used.shape)
         return pages, numbers.masked_fill_(~used, -1).to(torch.int32)
 
-    def _select(self, plan: EntriesPlan, cache: CompressedLayerCache, given: LayerInput) -> Tensor:
-        """The indexer's entries for each query, ``[T, index_topk]`` int32."""
-        indexer = given.module.compressor.indexer
+    def _select(self, cache: CompressedLayerCache, given: LayerInput) -> Tensor:
         assert cache.index_keys is not None
-        cosine, sine = given.rotation
-        query = indexer.q_b_proj(given.residual).unflatten(1, (indexer.num_heads, -1))
-        query = turn_last(query, cosine[0], sine[0]).to(torch.float32)
-        scorer = indexer.scorer
-        weights = (
-            _project(scorer.weights_proj, given.hidden).to(torch.float32) * scorer.weights_scaling
-        )
-        scores = query.new_full((len(query), max(plan.lengths)), -torch.inf)
-        size, row = cache.index_keys.codes.shape[2], 0
-        for queries, count, table in zip(self._query_lengths, plan.lengths, plan.tables):
-            part = slice(row, row + queries)
-            row += queries
-            for low in range(0, count, _KEY_TILE):
-                places = torch.arange(low, min(low + _KEY_TILE, count), device=table.device)
-                slots = table[places // size].to(torch.int64) * size + places % size
-                keys, scales = cache.index_keys.read_codes(slots)
-                found = _score(query[part], weights[part], keys, scorer.softmax_scale)
-                if scales is not None:  # not negative, so ReLU does not mind
-                    found *= scales
-                scores[part, low : low + _KEY_TILE] = found
-        return ops.select_topk(scores, self._layers.index_topk, lengths=plan.last_seen + 1)
+        topk, lengths = self._layers.index_topk, self._query_lengths
+        return select_entries(cache.index_keys, given, self.entries["csa"], lengths, topk)
 
     def _row_of_query(self, device: torch.device) -> Tensor:
         rows = [row for row, count in enumerate(self._query_lengths) for _ in range(count)]
         return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def turn_last(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """``[T, H, D]`` with its last channels turned, neighbours as pairs; angles ``[T, R / 2]``."""
-    width = 2 * cosine.shape[-1]
-    first, second = x[..., -width:].to(torch.float32).unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = cosine[:, None].to(torch.float32), sine[:, None].to(torch.float32)
-    turned = torch.stack((first * cosine - second * sine, second * cosine + first * sine), -1)
-    return torch.cat((x[..., :-width], turned.flatten(-2).to(x.dtype)), -1)
-
-
 def target_dim(target: PagedVectors) -> int:
     """Channels of a vector in pages."""
     return target.codes.shape[3] + (0 if target.exact is None else target.exact.shape[3])
-
-
-def _project(projection: Any, hidden: Tensor) -> Tensor:
-    """transformers keeps some projections of a float16 model in float32."""
-    projected: Tensor = projection(hidden.to(projection.weight.dtype))
-    return projected
-
-
-def _score(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scores ``[n, E]``: sum over heads of weight * scale * ReLU(q . k), some queries at a time."""
-    step = max(1, _SCORE_ELEMENTS // max(1, query.shape[1] * len(keys)))
-    parts = [
-        (torch.relu(q @ keys.T) * scale * w[..., None]).sum(1)
-        for q, w in zip(query.split(step), weights.split(step))
-    ]
-    return torch.cat(parts)
 
 
 def _join(parts: Sequence[Part]) -> Part:

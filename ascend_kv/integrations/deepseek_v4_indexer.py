@@ -1,0 +1,64 @@
+"""DeepSeek-V4's indexer: which entries a query of a CSA layer attends to.
+
+Entry j scores sum over heads of weight_h * ReLU(q_h . k_j), in float32; the best are taken, ties to
+the lowest index (``select_topk``). Source: DeepSeek-V4 technical report, 2.3.1, equations 13 to 17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ascend_kv import ops
+from ascend_kv.cache.compressed import PagedVectors
+from ascend_kv.integrations.deepseek_v4_layer import LayerInput, project, turn_last
+from ascend_kv.integrations.deepseek_v4_plan import EntriesPlan
+
+Tensor = torch.Tensor
+
+_SCORE_ELEMENTS = 1 << 24
+"""Products of queries and indexer keys that are in memory at once"""
+_KEY_TILE = 4096
+"""Indexer keys that are read at once: they stay in the caches of a CPU"""
+
+
+def select_entries(
+    index_keys: PagedVectors,
+    given: LayerInput,
+    plan: EntriesPlan,
+    query_lengths: Sequence[int],
+    topk: int,
+) -> Tensor:
+    """The entries of each query, ``[T, topk]`` int32, best first, -1 where there are fewer."""
+    indexer = given.module.compressor.indexer
+    scorer = indexer.scorer
+    cosine, sine = given.rotation
+    query = indexer.q_b_proj(given.residual).unflatten(1, (indexer.num_heads, -1))
+    query = turn_last(query, cosine[0], sine[0]).to(torch.float32)
+    weights = project(scorer.weights_proj, given.hidden).to(torch.float32)
+    weights = weights * scorer.weights_scaling
+    scores = query.new_full((len(query), max(plan.lengths)), -torch.inf)
+    size, row = index_keys.codes.shape[2], 0
+    for queries, count, table in zip(query_lengths, plan.lengths, plan.tables, strict=True):
+        part = slice(row, row + queries)
+        row += queries
+        for low in range(0, count, _KEY_TILE):
+            places = torch.arange(low, min(low + _KEY_TILE, count), device=table.device)
+            slots = table[places // size].to(torch.int64) * size + places % size
+            keys, scales = index_keys.read_codes(slots)
+            found = _score(query[part], weights[part], keys, scorer.softmax_scale)
+            if scales is not None:  # not negative, so ReLU does not mind
+                found *= scales
+            scores[part, low : low + _KEY_TILE] = found
+    return ops.select_topk(scores, topk, lengths=plan.last_seen + 1)
+
+
+def _score(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Scores ``[n, E]``: sum over heads of weight * scale * ReLU(q . k), some queries at a time."""
+    step = max(1, _SCORE_ELEMENTS // max(1, query.shape[1] * len(keys)))
+    parts = [
+        (torch.relu(q @ keys.T) * scale * w[..., None]).sum(1)
+        for q, w in zip(query.split(step), weights.split(step))
+    ]
+    return torch.cat(parts)
