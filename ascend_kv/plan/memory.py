@@ -134,8 +134,9 @@ def fixed_parts(hardware: Hardware, parallel: Parallel) -> list[Part]:
     if hardware.name == "cpu":
         return [
             Part(
-                "libraries", 470 * _MIB, 380 * _MIB, 700 * _MIB, "Python, torch and transformers",
-                "measured: resident memory of a process before it loads a model, x86-64 Linux",
+                "libraries", 400 * _MIB, 330 * _MIB, 600 * _MIB, "Python, torch and transformers",
+                "measured: what two served models' processes held beside weights and cache on "
+                "x86-64 Linux with torch 2.13",
             )
         ]  # fmt: skip
     groups = 2 if parallel.cards > 1 else 0
