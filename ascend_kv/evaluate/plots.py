@@ -12,10 +12,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
 
-# Okabe and Ito's palette: it can be told apart with any kind of colour vision.
-_COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Okabe and Ito's palette: it can be told apart with any kind of colour vision."""
 _MIB = 2**20
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -41,18 +41,23 @@ def draw_plots(result: BenchResult, directory: Path) -> list[str]:
         "memory.png": _memory,
         "utilisation.png": _utilisation,
     }
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, draw in drawings.items():
             draw(result).savefig(directory / name, dpi=150)
     return list(drawings)
 
 
 def _figure(result: BenchResult, title: str) -> tuple[Figure, Any]:
+    return new_figure(title, f"{result.model.name}, measured on {result.machine.label}")
+
+
+def new_figure(title: str, origin: str) -> tuple[Figure, Any]:
+    """A figure and its axes; ``origin``, in small print below, says what was measured where."""
     figure = Figure(figsize=(8, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     axes = figure.add_subplot()
     axes.set_title(title)
     figure.supxlabel(
-        f"{result.model.name}, measured on {result.machine.label}",
+        origin,
         x=0.99,
         ha="right",
         fontsize=8,
@@ -69,7 +74,7 @@ def _legend_below(axes: Any, columns: int) -> None:
 
 
 def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
+    return COLOURS[number % len(COLOURS)]
 
 
 def _throughput(result: BenchResult) -> Figure:
