@@ -34,7 +34,6 @@ from ascend_kv.evaluate.peers import Peer, Plan, compare
 from ascend_kv.model_files import load_geometry
 
 TOOLS = Path(__file__).resolve().parent
-PINS = ("-c", str(TOOLS / "constraints.txt"))
 OURS = "int8"
 PEERS = (
     Peer(
@@ -46,22 +45,22 @@ PEERS = (
         "llama.cpp",
         TOOLS / "peers/run_llama_cpp.py",
         ("f16", "q8_0", "q4_0"),
-        ((*PINS, "llama-cpp-python==0.3.36"),),
+        (("llama-cpp-python==0.3.36",),),
     ),
     Peer(
         "openvino",
         TOOLS / "peers/run_openvino.py",
         ("f16", "u8", "u4"),
-        ((*PINS, "openvino-genai==2026.4.1.0", "numpy"),),
+        (("openvino-genai==2026.4.1.0", "numpy"),),
     ),
     Peer(
         "transformers",
         TOOLS / "peers/run_transformers.py",
         ("float32", "bfloat16", "quanto int4", "hqq int8", "hqq int4", "fp8"),
         (
-            (*PINS, "torch"),  # first, so that nothing that depends on it chooses the build
-            (*PINS, "transformers", "accelerate", "gguf"),
-            (*PINS, "optimum-quanto==0.2.7", "hqq==0.2.8.post1"),
+            ("torch",),  # first, so that nothing that depends on it chooses the build
+            ("transformers", "accelerate", "gguf"),
+            ("optimum-quanto==0.2.7", "hqq==0.2.8.post1"),
         ),
     ),
 )
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.install is not None:
             for peer in _named("install", options.install):
-                peer.install(options.folder)
+                peer.install(options.folder, TOOLS / "constraints.txt")
         else:
             _measure(options)
     except (RunError, UsageError) as error:

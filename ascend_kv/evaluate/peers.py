@@ -37,7 +37,7 @@ class Peer(NamedTuple):
     variants: tuple[str, ...]
     """Ways to store keys and values."""
     installs: tuple[tuple[str, ...], ...] = ()
-    """Arguments of ``pip install``, call after call; none: this Python serves."""
+    """Requirements for pip, call after call; none: this Python serves."""
 
     def python(self, folder: Path) -> Path:
         """The Python of the engine's environment in ``folder``."""
@@ -51,8 +51,12 @@ class Peer(NamedTuple):
         what = "in other versions" if mark.is_file() else "not"
         return f"{what} installed in {folder}: --install {self.name}"
 
-    def install(self, folder: Path) -> None:
+    def install(self, folder: Path, constraints: Path) -> None:
         """Make the environment anew.
+
+        Args:
+            folder: where the environments are.
+            constraints: versions of what the requirements do not pin.
 
         Raises:
             RunError: venv or pip failed; what they said went to standard error.
@@ -60,7 +64,7 @@ class Peer(NamedTuple):
         environment = folder / self.name
         commands = [[sys.executable, "-m", "venv", "--clear", str(environment)]]
         pip = [str(self.python(folder)), "-m", "pip", "install", "--disable-pip-version-check"]
-        commands += [pip + list(arguments) for arguments in self.installs]
+        commands += [[*pip, "-c", str(constraints), *packages] for packages in self.installs]
         for command in commands:
             # Standard output is kept for results.
             if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
