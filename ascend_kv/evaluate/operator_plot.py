@@ -25,7 +25,7 @@ def draw_operators(report: Mapping[str, Any], machine: str, path: Path) -> None:
         OSError: the file cannot be written.
     """
     rows = [row for row in report["operators"] if row["implementation"] == "native"]
-    shapes = list(dict.fromkeys(row["shape"] for row in report["operators"]))
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
     colours = {shape: COLOURS[1 + n % (len(COLOURS) - 1)] for n, shape in enumerate(shapes)}
     with matplotlib.rc_context(STYLE):
         figure, above = new_figure(
@@ -61,7 +61,7 @@ def _fractions(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[st
     axes.set_xlim(left=0)
     axes.set_xlabel(f"reached, of medians (pale: contexts other than {longest} tokens)")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=9, loc="best")
+    _legend(axes)
 
 
 def _times(
@@ -94,6 +94,11 @@ def _times(
     axes.set_xlabel("tokens read (batch x context)")
     axes.set_ylabel("median milliseconds")
     axes.grid(alpha=0.25, which="both")
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """None where nothing was drawn: matplotlib warns."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
 

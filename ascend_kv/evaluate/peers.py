@@ -88,6 +88,8 @@ class Worker:
         Raises:
             PeerError: there is nothing to start.
         """
+        # As an activated environment does: what an engine compiles when first used needs its tools.
+        path = os.pathsep.join((str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)))
         # A file, not a pipe: nobody reads a pipe while the engine fills it.
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         try:
@@ -97,7 +99,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=os.environ | {"OMP_NUM_THREADS": str(threads), "PATH": path},
             )
         except OSError as error:
             raise PeerError(f"{command[0]}: {error.strerror}") from error
