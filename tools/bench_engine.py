@@ -16,6 +16,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -83,7 +84,7 @@ def pool_nanoseconds(num_blocks: int, operations: int) -> float:
     return (time.perf_counter() - started) / (operations // 2 * 2) * 1e9
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,16 +94,16 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49152, help="columns of the logits (49152)")
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured (100)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     kinds = {
         "greedy": SamplingParams(temperature=0, max_tokens=10**6),
         "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=0, max_tokens=10**6),
     }
     engine = [
-        engine_milliseconds(batch, arguments.context, arguments.vocab, arguments.steps, params)
+        engine_milliseconds(batch, options.context, options.vocab, options.steps, params)
         | {"sampling": name}
         for name, params in kinds.items()
-        for batch in arguments.batch
+        for batch in options.batch
     ]
     pool_nanoseconds(1000, 100_000)  # warm up
     rows = [(size, pool_nanoseconds(size, 400_000)) for size in POOL_SIZES]
@@ -110,10 +111,10 @@ def main() -> None:
         {"num_blocks": size, "nanoseconds": cost, "ratio_to_first": cost / rows[0][1]}
         for size, cost in rows
     ]
-    if arguments.json:
+    if options.json:
         print(json.dumps({"engine": engine, "pool": pool}, indent=2))
         return
-    print(f"Engine's own time a decode step (measured; vocabulary {arguments.vocab})")
+    print(f"Engine's own time a decode step (measured; vocabulary {options.vocab})")
     print(f"{'sampling':>10} {'batch':>6} {'context':>8} {'median ms':>10} {'p95 ms':>8}")
     for row in engine:
         print(

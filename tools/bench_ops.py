@@ -9,7 +9,7 @@ quartiles are the spread, and the best shows what a busy machine hides.
 
     python tools/bench_ops.py
     python tools/bench_ops.py --context 1024 32768 --batch 1 --shape 28/4x128 --json
-    python tools/bench_ops.py --threads 1 --seconds 0.2
+    python tools/bench_ops.py --threads 1 --seconds 0.2 --plot ops.png
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ascend_kv.evaluate.machine import this_machine
+from ascend_kv.evaluate.operator_plot import draw_operators
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
 
 BLOCK_SIZE = 16
@@ -307,8 +309,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main() -> None:
-    """Measure and print."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -320,29 +322,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement (0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw native operators")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    limits = measure_limits(arguments.seconds)
+    limits = measure_limits(options.seconds)
     rows: list[dict[str, Any]] = []
-    for shape in map(read_shape, arguments.shape):
-        for batch in arguments.batch:
-            for context in arguments.context:
+    for shape in map(read_shape, options.shape):
+        for batch in options.batch:
+            for context in options.context:
                 for case in decodes(shape, batch, context):
-                    rows += measure(case, limits, arguments.seconds)
-        for tokens in arguments.prompt:
+                    rows += measure(case, limits, options.seconds)
+        for tokens in options.prompt:
             for case in (prefill(shape, tokens), *movers(shape, tokens)):
-                rows += measure(case, limits, arguments.seconds)
+                rows += measure(case, limits, options.seconds)
+    machine = this_machine("cpu", torch.get_num_threads())
     report = {
-        "machine": this_machine("cpu", torch.get_num_threads())._asdict(),
+        "machine": machine._asdict(),
         "limits": limits._asdict(),
         "operators": rows,
         "fits": fit_lines(rows),
     }
-    if arguments.json:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
+    if options.plot:
+        draw_operators(report, machine.label, options.plot)
 
 
 if __name__ == "__main__":

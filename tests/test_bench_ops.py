@@ -1,0 +1,108 @@
+"""The operators' bench: its report from end to end, and what its plot shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from ascend_kv.evaluate.operator_plot import draw_operators
+from ascend_kv.ops.registration import has_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def row(shape: str, context: int, **changes: Any) -> dict[str, Any]:
+    given = {
+        "operator": "paged_attention decode",
+        "format": "int8",
+        "shape": shape,
+        "batch": 2,
+        "context": context,
+        "implementation": "native",
+        "median_seconds": context * 1e-6,
+        "fraction_of_limit": 0.5,
+    }
+    return given | changes
+
+
+def drawn(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Figure:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw_operators(report, "a machine", Path("ops.png"))
+    (figure,) = figures
+    return figure
+
+
+def points(axes: Any) -> dict[str, list[list[float]]]:
+    return {dots.get_label(): dots.get_offsets().tolist() for dots in axes.collections}
+
+
+def test_plot_shows_native_fractions_and_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {
+        "operators": [
+            row("9/3x64", 1000),
+            row("9/3x64", 4000, fraction_of_limit=0.75),
+            row("9/3x64", 1000, implementation="reference", fraction_of_limit=0.01),
+            row("9/3x64", 4000, operator="kv_cache_store", fraction_of_limit=0.25),
+            row("8/8x128", 4000, format="bfloat16", fraction_of_limit=0.6),
+        ],
+        "fits": [{"shape": "9/3x64", "start_seconds": 1e-3, "seconds_per_token": 1e-6}],
+    }
+    above, below = drawn(report, monkeypatch).axes
+    names = [label.get_text() for label in above.get_yticklabels()]
+    assert names == [
+        *("paged_attention decode, int8", "kv_cache_store, int8"),
+        "paged_attention decode, bfloat16",
+    ]
+    shown = points(above)
+    assert [x for x, _ in shown["9/3x64"]] == [0.5, 0.75, 0.25]
+    assert [round(y) for _, y in shown["9/3x64"]] == [0, 0, 1]
+    assert [(x, round(y)) for x, y in shown["8/8x128"]] == [(0.6, 2)]
+    # the reference is not drawn; other shapes than the fitted one have no INT8 decode here
+    assert points(below) == {"9/3x64": [[2000, 1], [8000, 4]]}
+    (line,) = below.lines
+    x, y = line.get_data()
+    assert (x[0], y[0]) == pytest.approx((2000, 3)) and (x[-1], y[-1]) == pytest.approx((8000, 9))
+
+
+def test_plot_without_native_operators_is_empty_not_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = {"operators": [row("9/3x64", 1000, implementation="reference")], "fits": []}
+    above, below = drawn(report, monkeypatch).axes
+    assert points(above) == points(below) == {}
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_ops", ROOT / "tools/bench_ops.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tool_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, plot = tool(), tmp_path / "ops.png"
+    monkeypatch.setattr(bench, "BANDWIDTH_BYTES", 1 << 16)
+    monkeypatch.setattr(bench, "MATMUL_SIZE", 32)
+    sizes = ["--shape", "4/2x16", "--context", "16", "32", "64", "--batch", "1", "--prompt", "5"]
+    options = ["--seconds", "0.001", "--threads", "1", "--json", "--plot", str(plot)]
+    bench.main([*sizes, *options])
+    report = json.loads(capsys.readouterr().out)
+    served = {"reference"} | ({"native"} if has_kernel("paged_attention", "cpu") else set())
+    decodes = [r for r in report["operators"] if r["operator"] == "paged_attention decode"]
+    assert served <= {r["implementation"] for r in decodes}
+    assert {r["context"] for r in decodes} == {16, 32, 64}
+    for r in report["operators"]:
+        assert r["runs"] >= 5 and r["fraction_of_limit"] > 0, r
+        assert r["fraction_of_limit"] == r["limit_seconds"] / r["median_seconds"]
+    assert [fit["shape"] for fit in report["fits"]] == (["4/2x16"] if "native" in served else [])
+    assert plot.read_bytes().startswith(b"\x89PNG")
