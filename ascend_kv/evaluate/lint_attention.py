@@ -33,10 +33,11 @@ def decode_fallbacks(
     def dtype(side: FormatSpec) -> torch.dtype:
         return torch.int8 if side.quantized else getattr(torch, side.name)
 
+    keys, values = dtype(spec.key), dtype(spec.value)
     request = Request(
         query_dtype=getattr(torch, model_dtype),
-        cache_dtype=dtype(spec.key),
-        value_dtype=dtype(spec.value),
+        cache_dtype=keys,
+        value_dtype=None if values is keys else values,
         num_heads=geometry.num_heads,
         kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,

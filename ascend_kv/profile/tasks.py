@@ -30,7 +30,7 @@ class Task(NamedTuple):
         lane: where it ran.
         name, type: as the profiler calls it; ``type`` is "" where the file has none.
         core: what ran it, such as ``AI_CORE``, ``COMMUNICATION`` or "" for a CPU.
-        start_ns, end_ns: None for a file without times of day.
+        start_ns: None for a file without times of day.
         duration_ns: its own time.
         shapes, dtypes: of its inputs, in the file's own notation; "" where there are none.
         lengths: lists of whole numbers among its arguments, as text by their position.
@@ -47,10 +47,6 @@ class Task(NamedTuple):
     dtypes: tuple[str, ...] = ()
     lengths: tuple[str, ...] = ()
     counted_bytes: int | None = None
-
-    @property
-    def end_ns(self) -> int | None:
-        return None if self.start_ns is None else self.start_ns + self.duration_ns
 
 
 Shapes = tuple[tuple[int, ...], ...]
