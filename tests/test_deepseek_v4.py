@@ -110,7 +110,9 @@ def smallest_gap(model: Any, token_ids: list[int], topk: int) -> tuple[Tensor, f
 
 
 @pytest.mark.parametrize("topk", [1, 6])
-def test_a_small_topk_where_no_scores_tie(tmp_path: Path, topk: int) -> None:
+def test_a_small_topk_where_no_scores_tie(
+    tmp_path: Path, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_deepseek(tmp_path, "csa", "hca", "csa", index_topk=topk, index_n_heads=16)
     theirs, tokens = load_theirs(model), draw(100, 5)
     expected, gap = smallest_gap(theirs, tokens, topk)
@@ -119,6 +121,10 @@ def test_a_small_topk_where_no_scores_tie(tmp_path: Path, topk: int) -> None:
     ours = Runner(model).in_chunks("a", tokens, [17, 1, 1, 50, 1, 30])
     assert_within(ours, expected, TOLERANCE)
     others = {"a": tokens, "b": draw(40), "c": draw(77)}
+    assert_within(Runner(model).mixed(others)["a"], expected, TOLERANCE)
+    for name, value in (("indexer._KEY_TILE", 7), ("indexer._SCORE_ELEMENTS", 200),
+                        ("step._PAGE_ELEMENTS", 500)):  # fmt: skip
+        monkeypatch.setattr(f"ascend_kv.integrations.deepseek_v4_{name}", value)
     assert_within(Runner(model).mixed(others)["a"], expected, TOLERANCE)
 
 

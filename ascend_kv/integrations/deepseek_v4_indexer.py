@@ -44,13 +44,14 @@ def select_entries(
         part = slice(row, row + queries)
         row += queries
         for low in range(0, count, _KEY_TILE):
-            places = torch.arange(low, min(low + _KEY_TILE, count), device=table.device)
+            high = min(low + _KEY_TILE, count)
+            places = torch.arange(low, high, device=table.device)
             slots = table[places // size].to(torch.int64) * size + places % size
             keys, scales = index_keys.read_codes(slots)
             found = _score(query[part], weights[part], keys, scorer.softmax_scale)
             if scales is not None:  # not negative, so ReLU does not mind
                 found *= scales
-            scores[part, low : low + _KEY_TILE] = found
+            scores[part, low:high] = found
     return ops.select_topk(scores, topk, lengths=plan.last_seen + 1)
 
 
