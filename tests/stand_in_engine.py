@@ -40,8 +40,8 @@ def open_engine(request: Request) -> Engine:
 
         return step
 
-    threads = os.environ["OMP_NUM_THREADS"]
-    loaded = f"{request.model.name}, {request.threads} threads, {threads} of OpenMP"
+    threads, path = os.environ["OMP_NUM_THREADS"], os.environ["PATH"].split(os.pathsep)
+    loaded = f"{request.model.name}, {request.threads} threads, {threads} of OpenMP, {path[0]}"
     return Engine({"stand-in": "1.0"}, loaded, prefill)
 
 

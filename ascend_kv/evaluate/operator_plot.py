@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.lines import Line2D
 
 from ascend_kv.evaluate.plots import COLOURS, STYLE, new_figure
-
-_CURVE_POINTS = 50
 
 
 def draw_operators(report: Mapping[str, Any], machine: str, path: Path) -> None:
@@ -42,7 +41,7 @@ def draw_operators(report: Mapping[str, Any], machine: str, path: Path) -> None:
 def _fractions(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> None:
     """A line for each operator and format, a colour for each shape, side by side in the line."""
     names = list(dict.fromkeys(_name(row) for row in rows))
-    longest = max((row["context"] for row in rows), default=0)
+    longest = {name: max(row["context"] for row in rows if _name(row) == name) for name in names}
     for number, (shape, colour) in enumerate(colours.items()):
         those = [row for row in rows if row["shape"] == shape]
         beside = (number - (len(colours) - 1) / 2) * 0.6 / len(colours)
@@ -52,16 +51,16 @@ def _fractions(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[st
             color=colour,
             s=28,
             # Long contexts are what the limits are about: short ones mostly show a call's cost.
-            alpha=[1.0 if row["context"] == longest else 0.35 for row in those],
+            alpha=[1.0 if row["context"] == longest[_name(row)] else 0.35 for row in those],
             label=shape,
         )
     axes.axvline(1, color="0.3", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"reached, of medians (pale: contexts other than {longest} tokens)")
+    axes.set_xlabel("reached, of medians (pale: with less than the longest context)")
     axes.grid(alpha=0.25)
-    _legend(axes)
+    _legend(axes, colours)
 
 
 def _times(
@@ -70,7 +69,7 @@ def _times(
     fits: Sequence[Mapping[str, Any]],
     colours: Mapping[str, str],
 ) -> None:
-    """INT8 decodes by tokens read; with logarithmic axes the fitted lines are curves."""
+    """INT8 decodes by tokens read."""
     axes.set_title("INT8 decode: time against context, with the linear fit")
     decodes = [row for row in rows if _name(row) == "paged_attention decode, int8"]
     lines = {fit["shape"]: fit for fit in fits}
@@ -84,23 +83,25 @@ def _times(
             continue
         axes.scatter(*zip(*points), color=colour, s=28, label=shape)
         if shape in lines:
-            low, high = min(points)[0], max(points)[0]
-            tokens = [low * (high / low) ** (n / _CURVE_POINTS) for n in range(_CURVE_POINTS + 1)]
             fit = lines[shape]
-            times = [fit["start_seconds"] + fit["seconds_per_token"] * count for count in tokens]
-            axes.plot(tokens, [1e3 * seconds for seconds in times], color=colour, linewidth=1)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+            ends = [min(points)[0], max(points)[0]]
+            times = [fit["start_seconds"] + fit["seconds_per_token"] * count for count in ends]
+            axes.plot(ends, [1e3 * seconds for seconds in times], color=colour, linewidth=1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens read (batch x context)")
     axes.set_ylabel("median milliseconds")
-    axes.grid(alpha=0.25, which="both")
-    _legend(axes)
+    axes.grid(alpha=0.25)
+    _legend(axes, colours)
 
 
-def _legend(axes: Any) -> None:
-    """None where nothing was drawn: matplotlib warns."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=9)
+def _legend(axes: Any, colours: Mapping[str, str]) -> None:
+    """Shapes by colour; handles of its own, since those of the points may be pale."""
+    handles = [
+        Line2D([], [], color=colour, marker="o", linestyle="", label=shape)
+        for shape, colour in colours.items()
+    ]
+    axes.legend(handles=handles, fontsize=9)
 
 
 def _name(row: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def _loaded(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: Sequence[dict[str, Any]], plan: Plan, machine: str, path: Path) -> None:
-    """Bars of the marginal costs with their quartiles.
+    """The marginal costs with their quartiles.
 
     Raises:
         OSError: the file cannot be written.
@@ -124,21 +124,25 @@ def draw(rows: Sequence[dict[str, Any]], plan: Plan, machine: str, path: Path) -
         for place, row in enumerate(measured):
             cost = 1e6 * row["marginal_median_seconds"]
             ends = [1e6 * x for x in row["marginal_quartile_seconds"]]
-            axes.barh(place, cost, color=COLOURS[-1 - peers.index(row["peer"]) % len(COLOURS)])
-            axes.plot(ends, [place, place], color="0.2", linewidth=1.5)
+            colour = COLOURS[-1 - peers.index(row["peer"]) % len(COLOURS)]
+            axes.plot(ends, [place, place], color=colour, linewidth=2)
+            axes.plot(cost, place, "o", color=colour, markersize=8)
             axes.annotate(
                 f"{cost:.2f}",
                 (max(cost, *ends), place),
-                xytext=(5, 0),
+                xytext=(8, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
             )
+        if all(row["marginal_quartile_seconds"][0] > 0 for row in measured):
+            axes.set_xscale("log")  # else noise hid a cost, and there is no place for it
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_yticks(range(len(measured)), [_name(row) for row in measured])
         axes.invert_yaxis()
         axes.set_xlabel(
             "microseconds (line: quartiles over turns), "
             f"from steps at {plan.contexts[0]} and {plan.contexts[1]} tokens"
         )
-        axes.grid(alpha=0.25, axis="x")
+        axes.grid(alpha=0.25, axis="both", which="both")
         figure.savefig(path, dpi=150)
