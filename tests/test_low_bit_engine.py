@@ -23,6 +23,7 @@ from ascend_kv.cache_formats import FormatSpec, rotated_channels
 from ascend_kv.geometry import LayerFormat, layer_format
 from ascend_kv.integrations.attention import STEP_KEYWORD
 from ascend_kv.integrations.key_planning import condition_keys
+from ascend_kv.integrations.key_weights import KeyWeights, layers_of
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 
@@ -200,3 +201,29 @@ def test_conditioned_keys_are_stored_in_any_format(tmp_path: Path, name: str) ->
     bare, both = logits(formats, **off), logits(formats, key_offset_layers="all")
     assert condition_keys(weights, formats).conditioning.scaled_layers == tuple(range(layers))
     assert (both - plain).norm() < 0.5 * (bare - plain).norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"),
+    [
+        ("fp8", [False, False, True]),
+        ("fp8_e5m2", [False, False, True]),
+        ("int4/hadamard", [False, True, True]),
+        ("k:fp8+v:int4", [False, False, True]),
+        ("k:float32+v:int4", [False, False, False]),
+        ("int8", [False, False, False]),
+    ],
+)
+def test_the_offset_is_taken_by_format_and_size_of_the_bias(
+    tmp_path: Path, name: str, offset: list[bool]
+) -> None:
+    """Layers whose key bias is 0.3, 2 and 5 times what varies."""
+    weights = load_uneven(tmp_path, model_type="qwen2", head_dim=16, num_hidden_layers=3)
+    for layer, wanted in ((0, 0.3), (1, 2.0), (2, 5.0)):
+        attention = weights.hf_model.model.layers[layer].self_attn
+        read = dict(layers_of(weights.hf_model, weights.geometry))[layer]
+        assert isinstance(read, KeyWeights)
+        attention.k_proj.bias.mul_(wanted / read.bias_share)
+    keys = condition_keys(weights, [layer_format(name)] * 3)
+    assert [layer.offset for layer in keys.conditioning.layers] == offset
+    assert keys.conditioning.scaled_layers == (() if "float32" in name else (0, 1, 2))
