@@ -16,6 +16,7 @@ from ascend_kv.integrations import quantized_cache
 from ascend_kv.integrations.attention import ATTENTION_NAME
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.quantized_cache import QuantizedCacheModel, why_not
+from ascend_kv.llm import LLM
 
 WINDOW = [(7 * i * i + 3 * i) % 97 for i in range(45)]
 GROUPED = {"nbits": 4, "axis_key": 0, "axis_value": 0, "q_group_size": 64}
@@ -106,14 +107,21 @@ def test_fp8_reads_what_it_stores(loaded: LoadedModel, plain: torch.Tensor) -> N
     assert model.stored_bytes() == 3 * 2 * (2 * 45 * 8 + 4)
 
 
-def test_folded_weights_are_unfolded_first(loaded: LoadedModel, marking: type[Marking]) -> None:
-    from ascend_kv.llm import LLM
-
+def test_folded_weights_are_unfolded_first(tmp_path: Path, marking: type[Marking]) -> None:
+    """A key bias that one of our caches has taken out of the weights is in them again."""
+    loaded = load_model(make_model(tmp_path, "qwen2"))
     model = QuantizedCacheModel(loaded, "quanto", 8, GROUPED)
     before = run(model, 45)
-    options: dict[str, Any] = {"kv_cache_dtype": "int8", "pair_scaling": True}
-    llm = LLM(loaded.path, weights=loaded, skip_tokenizer_init=True, max_model_len=32,
-              kv_cache_memory_bytes=1 << 20, **options)  # fmt: skip
+    llm = LLM(
+        loaded.path,
+        weights=loaded,
+        skip_tokenizer_init=True,
+        max_model_len=32,
+        kv_cache_memory_bytes=1 << 20,
+        kv_cache_dtype="int8",
+        key_offset_layers="all",
+    )
+    assert llm.conditioning.offset_layers
     llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False)
     assert torch.equal(run(model, 45), before)
 
