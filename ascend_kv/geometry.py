@@ -104,7 +104,7 @@ class ModelGeometry:
             UnsupportedModelError: compressed layers, whose bytes are no multiple of tokens.
         """
         if self.compressed is not None:
-            hint = "ModelGeometry.compressed has the bytes of such layers."
+            hint = "Its layers are compressed: recipes/deepseek_v4.md has their bytes."
             raise UnsupportedModelError(
                 "model_type", self.model_type, "a model that keeps every token", hint
             )

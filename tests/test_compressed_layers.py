@@ -19,6 +19,8 @@ from ascend_kv.compressed_layers import (
 )
 from ascend_kv.errors import UnsupportedModelError, UsageError
 from ascend_kv.geometry import FORMATS, geometry_from_config
+from ascend_kv.plan.builtin_models import BUILTIN_MODELS
+from ascend_kv.plan.published_v4 import v4_cache_bytes
 
 GIB = 2**30
 BF16 = CompressedFormats("bfloat16", "bfloat16", "bfloat16")
@@ -55,6 +57,18 @@ def test_flash_and_pro_take_what_was_published() -> None:
     assert [DEEPSEEK_V4_PRO.count(kind) for kind in ("window", "csa", "hca")] == [0, 30, 31]
     assert DEEPSEEK_V4_FLASH.kinds[:4] == ("window", "window", "csa", "hca")
     assert DEEPSEEK_V4_PRO.kinds[:4] == ("hca", "hca", "csa", "hca")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("deepseek-v4-flash", DEEPSEEK_V4_FLASH), ("deepseek-v4-pro", DEEPSEEK_V4_PRO)],
+)
+def test_built_in_configurations_say_the_same(name: str, layers: CompressedLayers) -> None:
+    assert layers_from_config(BUILTIN_MODELS[name].config) == layers
+    entries = v4_cache_bytes(name, 2**17)
+    kept = layers.kv_bytes(2**17, BF16)
+    assert entries["CSA entries"] + entries["indexer keys"] == kept["csa"]
+    assert (entries["windows"], entries["HCA entries"]) == (kept["window"], kept["hca"])
 
 
 def test_bytes_of_an_entry_by_hand() -> None:

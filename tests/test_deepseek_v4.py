@@ -54,7 +54,7 @@ def theirs(checkpoint: Path) -> Any:
 
 def test_one_call(checkpoint: Path, theirs: Any) -> None:
     runner = Runner(checkpoint)
-    for length in (1, 3, 4, 127, 128, 129, LENGTH):
+    for length in (1, 4, 127, 129, LENGTH):
         tokens = draw(length, length)
         ours = runner.step([("a", tokens)])["a"]
         assert_within(ours, their_logits(theirs, tokens), TOLERANCE)
@@ -64,7 +64,7 @@ def test_one_call(checkpoint: Path, theirs: Any) -> None:
 
 @pytest.mark.parametrize(
     "chunks",
-    [[37, 1, 1, 90, 3, 128, 1, 1, 28], [128, 128, 34], [3, 5, 120, 162], [127, 1, 1, 160, 1]],
+    [[37, 1, 1, 90, 3, 128, 1, 1, 28], [127, 1, 1, 160, 1]],
 )
 def test_chunks(checkpoint: Path, theirs: Any, chunks: list[int]) -> None:
     tokens = draw(LENGTH)
@@ -150,7 +150,7 @@ def test_int8_is_near_and_does_not_depend_on_chunks(
     tmp_path: Path, formats: CompressedFormats, topk: int
 ) -> None:
     model = make_deepseek(tmp_path, index_topk=topk, index_n_heads=16)
-    tokens = draw(200)
+    tokens = draw(140)
     exact = Runner(model).step([("a", tokens)])["a"]
     whole = Runner(model, formats).step([("a", tokens)])["a"]
     if topk == 512 and formats.entries == "float32":
@@ -158,7 +158,7 @@ def test_int8_is_near_and_does_not_depend_on_chunks(
     else:
         error = (whole - exact).norm() / exact.norm()
         assert 1e-4 < error < (0.1 if topk == 512 else 0.6), error
-    for chunks in ([1] * 200, [9, 130, 1, 60]):
+    for chunks in ([100, *[1] * 30, 10], [9, 130, 1]):
         again = Runner(model, formats).in_chunks("a", tokens, chunks)
         error = (again - whole).norm() / whole.norm()
         assert error < 0.03, error  # a code may round the other way where float32 sums differ
