@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.config import CacheConfig, resolve_formats
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
@@ -159,6 +160,7 @@ class _Bench:
         self._watched = _Watched(llm.engine.model)
         self._engine.model = self._watched
         self._generator = random.Random(0)
+        assert isinstance(llm.cache, PagedKVCache), "a budget by tokens was planned for it"
         # Contexts that count as computed are read: what memory holds may not be a number.
         for layer in llm.cache.layers:
             for tensor in layer.block_tensors:

@@ -123,7 +123,8 @@ def _deepseek_v4(
     return _deepseek(
         source, published, "deepseek_v4",
         num_hidden_layers=layers, layer_types=tuple(kinds), num_key_value_heads=1, head_dim=512,
-        num_experts_per_tok=6, sliding_window=128, index_n_heads=64, index_head_dim=128,
+        num_experts_per_tok=6, sliding_window=128, qk_rope_head_dim=64, index_n_heads=64,
+        index_head_dim=128,
         max_position_embeddings=1048576, compress_rates={_CSA: 4, _HCA: 128}, **fields,
     )  # fmt: skip
 
