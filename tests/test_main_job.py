@@ -92,6 +92,13 @@ def test_allocated_bytes_are_those_of_the_geometry(schemes: dict[str, SchemeResu
         assert scheme.measured.kv_allocated_bytes == scheme.predicted.num_blocks * 4 * token_bytes
 
 
+def test_speed_is_predicted_before_it_is_measured(run: Run) -> None:
+    speeds = [scheme.predicted.tokens_per_second for scheme in run.result.schemes]
+    assert all(speed is not None and speed > 0 for speed in speeds)
+    (line,) = [line for line in run.said.getvalue().splitlines() if line.startswith("one:")]
+    assert "tokens/s" in line  # of the run; the prediction is in the report, beside it
+
+
 def test_all_schemes_do_the_same_work(run: Run) -> None:
     drawn = run.result.workload
     assert drawn.requests == 16
@@ -235,7 +242,7 @@ def test_sweep_and_samples(run: Run) -> None:
 
 def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
     assert run.saved == [
-        *((number, False, 0, 0, 0, False) for number in range(1, 6)),
+        *((number, False, 0, 0, 0, False) for number in range(6)),  # calibration, then schemes
         *((5, True, quality, 0, 0, False) for quality in range(4)),
         (5, True, 3, 5, 0, False),
         (5, True, 3, 5, 2, False),

@@ -172,3 +172,14 @@ def test_lines_at_fault_are_named(line: str, said: str, tmp_path: Path) -> None:
     path.write_text(line)
     assert said in str(refused(UsageError, read_trace, path, 64))
     assert refused(UsageError, read_trace, tmp_path / "none", 64).field == "--trace"
+
+
+def test_ten_thousand_requests() -> None:
+    """The size that is promised; how long it takes is for the user's patience, not for a test."""
+    arrivals = poisson_trace(10_000, 50.0, 60, 8, 0.5, 256)
+    tables = PagedTables(3000, 16)
+    found = simulate(
+        arrivals, tables, SchedulerConfig(256, 64, 512), lambda load: StepTime(0.01, {}, "")
+    )
+    assert found.requests == 10_000 and tables.pool.num_free == 3000
+    assert found.output_tokens == sum(arrival.output_tokens for arrival in arrivals)

@@ -94,7 +94,7 @@ def least_relative_squares(rows: Sequence[Row], free: Sequence[str]) -> dict[str
         free: the features' names, those that matter most first.
     """
     values = dict.fromkeys(free, 0.0)
-    left = list(free)
+    left = [name for name in free if any(features[name] for features, _, _ in rows)]
     while left:
         solution = _solve(rows, left)
         if solution is None:
@@ -115,8 +115,6 @@ def _solve(measured: Sequence[Row], free: Sequence[str]) -> dict[str, float] | N
     ]
     # Columns of one length each, so that a singular system shows as a pivot near 0.
     lengths = [sum(row[i] ** 2 for row, _ in rows) ** 0.5 for i in range(len(free))]
-    if not all(lengths):
-        return None
     scaled = [([x / n for x, n in zip(row, lengths, strict=True)], y) for row, y in rows]
     size = len(free)
     matrix = [
