@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ PLAN = Plan(Path("model.gguf"), (10, 30), turns=3, steps=2, threads=3)
 @pytest.fixture(autouse=True)
 def protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROTOCOL", str(ROOT / "tools/peers"))
+    monkeypatch.setenv("PATH", os.defpath)
 
 
 def stand_in(*variants: str, installs: tuple[tuple[str, ...], ...] = ()) -> Peer:
