@@ -457,6 +457,23 @@ def test_scales_of_a_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("name", "key_factor", "value_factor"),
+    [("fp8", 1.0, 1.0), ("fp8_e5m2", 448 / 57344, 448 / 57344), ("k:fp8+v:int8", 1.0, 448 / 127)],
+)
+def test_fp8_scales_of_a_checkpoint(
+    weights: LoadedModel, tmp_path: Path, name: str, key_factor: float, value_factor: float
+) -> None:
+    """Taken to the bit for the format that they were written for."""
+    path = checkpoint(tmp_path, SCHEME, STORED)
+    options = {"granularity": "layer", "scale_type": "static", "pair_scaling": False}
+    llm = make_llm(weights, kv_cache_dtype=name, kv_cache_scales=path, **options)
+    for number, layer in enumerate(llm.cache.layers):
+        for scale, factor in ((layer.key_scale, key_factor), (layer.value_scale, value_factor)):
+            wanted = torch.full((1, 1, 1, 1), 0.5 + number) * factor
+            torch.testing.assert_close(scale, wanted, rtol=0 if factor == 1 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
     "scheme",
     [
         None,

@@ -25,8 +25,8 @@ infinity poisons its group (scale NaN, codes 0: all of it reads back NaN). With 
 lies beyond the largest code saturates at it, never NaN or infinity; a scale that is 0 or NaN gives
 codes 0. The codes for NaN and infinity are not written; one that is found reads back as it is.
 
-Conversion to E5M2 and E4M3 that does not saturate, as ``Tensor.to`` does it, would store infinity
-or NaN for a value a little above the largest; clamping comes first here.
+Clamping comes before the conversion, which need not saturate: torch's makes infinity of what is
+beyond E5M2.
 """
 
 from __future__ import annotations
