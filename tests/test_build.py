@@ -26,8 +26,9 @@ NOWHERE = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     scripts = ("setup.py", "tools/build_npu.py", "pyproject.toml")
-    for name in (*scripts, "README.md", "LICENSE", "ascend_kv/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    package = ("ascend_kv/__init__.py", "ascend_kv/ops/native_sources.py")
+    for name in (*scripts, "README.md", "LICENSE", *package):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("ascend_kv/ops/__init__.py", "op_kernels/bindings_cpu.cpp"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -56,6 +57,7 @@ def test_the_library_lies_beside_what_it_was_made_for(checkout: Path) -> None:
     assert files(checkout) == ["_native_cpu.json", "_native_cpu.so"]
     made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
     assert made_for["torch"] == torch.__version__
+    assert made_for["sources"] == native_sources.digest(checkout / "op_kernels")
     assert set(made_for["cpu_features"]) <= set(Path("/proc/cpuinfo").read_text().split())
     load = f"import ctypes, torch; print(ctypes.CDLL('{LIBRARY}.so').answer())"
     done = subprocess.run(
