@@ -13,6 +13,8 @@ import pytest
 import torch
 from kernel_harness import twin
 
+from ascend_kv.ops import native_sources
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "ascend_kv/ops/_native_cpu"
 # As much of a CPU operator as shows that it was compiled for this machine and loaded.
