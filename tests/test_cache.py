@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from ascend_kv.cache.blocks import BlockPool
+from ascend_kv.cache.huge_pages import prefer_huge_pages
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.cache.stats import CacheStats
 from ascend_kv.cache.tables import ContiguousTables, PagedTables, make_tables
@@ -218,3 +222,30 @@ def test_int8_layer_holds_codes_and_scales_of_the_documented_shapes() -> None:
     assert head.key_zero_point is None
     assert token.key_scale is not None and token.key_scale.shape == (5, 1, 8)
     assert token.value_zero_point is not None and token.value_zero_point.shape == (5, 1, 8)
+
+
+SMAPS = Path("/proc/self/smaps")
+
+
+@pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE") or not SMAPS.is_file(), reason="Linux tells what it was told"
+)
+def test_large_caches_ask_for_huge_pages() -> None:
+    def flags(address: int) -> list[str]:
+        """What the kernel was told about the memory at ``address``."""
+        found = False
+        for line in SMAPS.read_text().splitlines():
+            if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+                found = int(match[1], 16) <= address < int(match[2], 16)
+            elif found and line.startswith("VmFlags:"):
+                return line.split()[1:]
+        return []
+
+    large = torch.empty(64 << 20, dtype=torch.int8)
+    if "hg" in flags(large.data_ptr() + large.nbytes // 2):
+        pytest.skip("torch asks for them everywhere")
+    assert prefer_huge_pages(large) is large
+    if "hg" not in flags(large.data_ptr() + large.nbytes // 2):
+        assert not Path("/sys/kernel/mm/transparent_hugepage").is_dir()  # no kernel for it
+    small = torch.empty(1000, dtype=torch.int8)
+    assert prefer_huge_pages(small) is small and "hg" not in flags(small.data_ptr())

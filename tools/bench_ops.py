@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ascend_kv.cache.huge_pages import prefer_huge_pages
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.operator_plot import draw_operators
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
@@ -123,9 +124,11 @@ def paged_cache(
     count = -(-context // BLOCK_SIZE)
     size = (batch * count, shape.kv_heads, BLOCK_SIZE, shape.dim)
     tables = torch.randperm(batch * count).view(batch, count).to(torch.int32)
+    caches = [prefer_huge_pages(torch.empty(size, dtype=dtype)) for _ in range(2)]
     if dtype is not torch.int8:
-        return [*(torch.randn(size).to(dtype) for _ in range(2)), tables], {}
-    caches = [torch.randint(-127, 128, size, dtype=torch.int8) for _ in range(2)]
+        return [*(cache.normal_() for cache in caches), tables], {}
+    for cache in caches:
+        cache.random_(-127, 128)
     scales = {f"{side}_scale": torch.rand(size[:3]) * 0.02 for side in ("key", "value")}
     return [*caches, tables], scales
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ascend_kv import ops
+from ascend_kv.cache.huge_pages import prefer_huge_pages
 from ascend_kv.cache.static_layer import ClippedShare, StaticScales
 from ascend_kv.formats import format_named
 from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
@@ -203,13 +204,13 @@ def _allocate_side(
     kind = format_named(spec.name)
     blocks, heads, size, dim = shape
     stored = (blocks, heads, size, dim // kind.codes_per_element)
-    tensors = {side: torch.empty(stored, dtype=kind.dtype, device=device)}
+    empty = torch.empty(stored, dtype=kind.dtype, device=device)
+    tensors = {side: prefer_huge_pages(empty)}
     if not spec.quantized or not spec.scales_by_token:
         return tensors
     scales = [blocks, 1 if spec.granularity == "token" else heads, size]
     if spec.group_size is not None:
         scales.append(dim // spec.group_size)
     for name in ("scale",) if spec.symmetric else ("scale", "zero_point"):
-        empty = torch.empty(scales, dtype=kind.scale_dtype, device=device)
-        tensors[f"{side}_{name}"] = empty
+        tensors[f"{side}_{name}"] = torch.empty(scales, dtype=kind.scale_dtype, device=device)
     return tensors
