@@ -9,8 +9,15 @@ import pytest
 
 from ascend_kv.evaluate.quality.plots import pareto_front
 from ascend_kv.evaluate.quality.policies import UNQUANTIZED
-from ascend_kv.evaluate.quality.questions import Answer
-from ascend_kv.evaluate.quality.summary import answer_row, perplexity_row
+from ascend_kv.evaluate.quality.questions import Answer, Question, as_cell
+from ascend_kv.evaluate.quality.recipe import EvalRecipe
+from ascend_kv.evaluate.quality.summary import (
+    answer_row,
+    answer_rows,
+    generation_rows,
+    perplexity_row,
+)
+from ascend_kv.evaluate.recipe import LEAST_CLUSTERS
 from ascend_kv.evaluate.statistics import clustered_mean, most_where_none
 
 BASE = [[2.0 + math.sin(9 * i + w) for i in range(20)] for w in range(4)]
@@ -89,6 +96,63 @@ def test_what_is_not_a_number_is_counted_and_gives_no_figure(where: str) -> None
     assert row.perplexity is None
 
 
+@pytest.mark.parametrize("agreement", [0, 1])
+def test_choices_that_are_all_alike_still_leave_something_open(agreement: int) -> None:
+    """No spread is not no uncertainty: 16 clusters cannot show what happens in one of a hundred."""
+    ours = cells(0.0)
+    for cell in ours:
+        cell["agreement"] = [agreement] * 20
+    row = perplexity_row("p", ours, cells(0.0), 5)
+    unseen = most_where_none(16)
+    ends = (1 - unseen, 1.0) if agreement else (0.0, unseen)
+    assert row.agreement is not None and row.agreement.value == agreement
+    assert (row.agreement.low, row.agreement.high) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize(("agreed", "ends"), [(6, (0.6877, 1.0)), (0, (0.0, 0.3123))])
+def test_continuations_that_are_all_alike_leave_it_open_too(
+    agreed: int, ends: tuple[float, float]
+) -> None:
+    found = {"p": {number: {"agreed": agreed} for number in range(8)}}
+    (row,) = generation_rows(found, 6)
+    assert row.interval is not None and row.interval.value == agreed / 6
+    assert (row.interval.low, row.interval.high) == pytest.approx(ends, abs=1e-4)
+
+
+def needle_cells(repeats: int, log: float = -3.0) -> dict[int, dict[str, Any]]:
+    """All depths of a repeat answer alike, as they do where text and number decide."""
+    found = {}
+    for repeat in range(repeats):
+        for depth in (0.0, 50.0, 100.0):
+            labels = {"length": 512.0, "repeat": float(repeat), "depth": depth}
+            asked = Question(labels, [1, 2, 3], [(1, 3)])
+            found[len(found)] = as_cell(asked, [Answer(2, 1 + repeat % 2, log * (1 + repeat))])
+    return found
+
+
+def test_the_depths_of_one_needle_are_one_cluster() -> None:
+    found = {UNQUANTIZED: needle_cells(8), "p": needle_cells(8, -4.0)}
+    _, row = answer_rows("needle", found)
+    assert (row.questions, row.clusters) == (24, 8) and row.log_probability_change is not None
+    expected = clustered_mean([[-(1 + repeat) / 2] * 3 for repeat in range(8)])
+    assert row.log_probability_change.low == pytest.approx(expected.low)
+    assert row.exact_change is not None and row.exact_change.high == pytest.approx(
+        most_where_none(8)
+    )
+    _, few = answer_rows("needle", {UNQUANTIZED: needle_cells(7), "p": needle_cells(7)})
+    assert few.questions == 21 and few.exact_change is few.log_probability_change is None
+    _, copies = answer_rows("copy", found)  # each a text of its own
+    assert copies.clusters == 24
+
+
+def test_the_default_tasks_have_clusters_enough_for_intervals() -> None:
+    recipe = EvalRecipe()
+    assert len(recipe.needle.lengths) * recipe.needle.repeats >= LEAST_CLUSTERS
+    assert len(recipe.copy.lengths) * recipe.copy.passages >= LEAST_CLUSTERS
+    assert len(recipe.recall.pairs) * recipe.recall.lists >= LEAST_CLUSTERS
+    assert recipe.generation.prompts >= LEAST_CLUSTERS
+
+
 def question(*right: int, log: float = -3.0) -> list[Answer]:
     return [Answer(3, count, log) for count in right]
 
@@ -111,6 +175,12 @@ def test_answers_that_swap_are_seen_though_the_mean_is_the_same() -> None:
     row = answer_row("p", "copy", [question(3), question(0)] * 4, [question(0), question(3)] * 4)
     assert row.exact == 0.5 and row.differing == 8 and row.exact_change is not None
     assert row.exact_change.value == 0 and row.exact_change.high > 0.3
+
+
+def test_answers_without_a_difference_bound_it() -> None:
+    row = answer_row("p", "copy", [question(3, 0)] * 9, [question(3, 0)] * 9)
+    assert row.exact_change is not None and row.exact_change.value == 0 and row.clusters == 9
+    assert row.exact_change.high == pytest.approx(most_where_none(9)) == -row.exact_change.low
 
 
 def test_few_or_broken_answers_give_no_interval() -> None:

@@ -26,7 +26,7 @@ from ascend_kv.evaluate.report import cannot_write, write_whole
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = "ascend_kv.eval.cells/1"
+_SCHEMA = "ascend_kv.eval.cells/2"
 _DIGITS = 9
 _OPEN = ("tasks", "policies")
 """Settings whose names may become more."""

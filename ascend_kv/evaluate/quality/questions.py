@@ -30,7 +30,7 @@ class Question(NamedTuple):
     """One sequence, and the places in it where something is known to be right."""
 
     labels: dict[str, float]
-    """Where it belongs in a table, such as length and depth."""
+    """Where it belongs in a table, such as length, repeat and depth."""
     token_ids: list[int]
     answers: list[tuple[int, int]]
     """First and last-plus-one position of every answer."""
@@ -98,7 +98,7 @@ def make_needles(recipe: NeedleRecipe, source: Source) -> list[Question]:
                 place = round(len(hay) * depth / 100)
                 prompt = source.beginning + hay[:place] + sentence + hay[place:] + lead
                 tokens = prompt + answer
-                labels = {"length": float(length), "depth": depth}
+                labels = {"length": float(length), "repeat": float(repeat), "depth": depth}
                 questions.append(Question(labels, tokens, [(len(prompt), len(tokens))]))
     return questions
 

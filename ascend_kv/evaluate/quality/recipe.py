@@ -39,7 +39,7 @@ class NeedleRecipe:
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
-    repeats: int = 2
+    repeats: int = 3
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ class AnswerRow:
     policy: str
     task: str
     questions: int
+    clusters: int
+    """Of them that count as independent: the depths of one needle are one."""
     exact: float
     """Share of answers that greedy decoding gives exactly."""
     token_accuracy: float

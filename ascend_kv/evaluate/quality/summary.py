@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ascend_kv.evaluate.perplexity import compare, perplexity
@@ -26,7 +27,7 @@ from ascend_kv.evaluate.quality.results import (
     PolicyRow,
 )
 from ascend_kv.evaluate.recipe import LEAST_CLUSTERS
-from ascend_kv.evaluate.statistics import MeanInterval, clustered_mean
+from ascend_kv.evaluate.statistics import MeanInterval, clustered_mean, most_where_none
 
 COST = ("about", "cost")
 """Task and item under which a policy's costs are kept."""
@@ -60,9 +61,9 @@ def summarize(evaluation: Evaluation, result: EvalResult) -> None:
         if task == "perplexity":
             result.perplexity = _perplexity_rows(found, recipe.perplexity.cluster_tokens)
         elif task == "generation":
-            result.generation = _generation_rows(found, recipe.generation.max_tokens)
+            result.generation = generation_rows(found, recipe.generation.max_tokens)
         elif task in QUESTION_TASKS:
-            result.answers += _answer_rows(task, found)
+            result.answers += answer_rows(task, found)
             if task == "needle":
                 result.needles = _needle_points(found)
         else:
@@ -116,13 +117,22 @@ def perplexity_row(
         not_finite=broken,
         perplexity=None if broken else perplexity(losses),
         change=interval(losses, expected, math.exp),
-        divergence=_within(interval(divergences, zeros), math.inf),
-        agreement=_within(interval([cell["agreement"] for cell in cells], zeros), 1.0),
+        divergence=_not_negative(interval(divergences, zeros)),
+        agreement=None
+        if broken or own
+        else _share(
+            [
+                cell["agreement"][start : start + cluster_tokens]
+                for cell in cells
+                for start in range(0, len(cell["agreement"]), cluster_tokens)
+            ]
+        ),
         seconds=sum(cell["seconds"] for cell in cells),
     )
 
 
-def _generation_rows(found: Mapping[str, Cells], tokens: int) -> list[GenerationRow]:
+def generation_rows(found: Mapping[str, Cells], tokens: int) -> list[GenerationRow]:
+    """Rows of all policies but the reference, from their continuations of ``tokens`` tokens."""
     rows = []
     for name, cells in found.items():
         if cells and name != UNQUANTIZED:
@@ -134,28 +144,44 @@ def _generation_rows(found: Mapping[str, Cells], tokens: int) -> list[Generation
                     tokens=tokens,
                     identical=sum(count == tokens for count in agreed) / len(agreed),
                     agreeing_tokens=math.fsum(agreed) / len(agreed),
-                    interval=_mean([[count / tokens] for count in agreed]),
+                    interval=_share([[count / tokens] for count in agreed]),
                 )
             )
     return rows
 
 
-def _answer_rows(task: str, found: Mapping[str, Cells]) -> list[AnswerRow]:
+def answer_rows(task: str, found: Mapping[str, Cells]) -> list[AnswerRow]:
+    """Rows of all policies from the cells of one task with answers, the reference's first."""
     rows = []
     expected = _answers(found[UNQUANTIZED])
     for name, cells in found.items():
         answers = _answers(cells)
         both = sorted(answers.keys() & expected.keys())
         if both:
-            ours = [answers[number] for number in both]
-            rows.append(answer_row(name, task, ours, [expected[number] for number in both]))
+            clusters: dict[object, list[int]] = {}
+            for number in both:
+                clusters.setdefault(_cluster(task, number, cells[number]), []).append(number)
+            ours, theirs = (
+                [
+                    [answer for number in numbers for answer in side[number]]
+                    for numbers in clusters.values()
+                ]
+                for side in (answers, expected)
+            )
+            rows.append(answer_row(name, task, ours, theirs))
     return rows
+
+
+def _cluster(task: str, number: int, cell: dict[str, Any]) -> object:
+    """What answers with errors in common share: all depths of a needle have one text and number."""
+    labels, _ = from_cell(cell)
+    return (labels["length"], labels["repeat"]) if task == "needle" else number
 
 
 def answer_row(
     name: str, task: str, ours: Sequence[list[Answer]], theirs: Sequence[list[Answer]]
 ) -> AnswerRow:
-    """One policy's row from its answers and the reference's, question by question."""
+    """One policy's row from its answers and the reference's, cluster by cluster."""
     answers = [answer for question in ours for answer in question]
     expected = [answer for question in theirs for answer in question]
     tokens = sum(answer.tokens for answer in answers)
@@ -165,27 +191,28 @@ def answer_row(
     )
     own = name == UNQUANTIZED
 
-    def change(value: Callable[[Answer], float]) -> Interval | None:
-        if own:
-            return None
-        return _mean(
-            [
-                [value(a) - value(b) for a, b in zip(mine, other, strict=True)]
-                for mine, other in zip(ours, theirs, strict=True)
-            ]
-        )
+    def differences(value: Callable[[Answer], float]) -> list[list[float]]:
+        return [
+            [value(a) - value(b) for a, b in zip(mine, other, strict=True)]
+            for mine, other in zip(ours, theirs, strict=True)
+        ]
 
     return AnswerRow(
         policy=name,
         task=task,
         questions=len(answers),
+        clusters=len(ours),
         exact=sum(answer.exact for answer in answers) / len(answers),
         token_accuracy=sum(answer.right for answer in answers) / tokens,
         log_probability=total / tokens if math.isfinite(total) else None,
         differing=sum(a.exact != b.exact for a, b in zip(answers, expected, strict=True)),
-        exact_change=change(lambda answer: float(answer.exact)),
-        log_probability_change=change(lambda answer: answer.log_probability / answer.tokens)
-        if finite
+        exact_change=None
+        if own
+        else _share(differences(lambda answer: float(answer.exact)), least=-1.0),
+        log_probability_change=_mean(
+            differences(lambda answer: answer.log_probability / answer.tokens)
+        )
+        if finite and not own
         else None,
     )
 
@@ -229,11 +256,24 @@ def _mean(clusters: Sequence[Sequence[float]]) -> Interval | None:
     return _interval(clustered_mean(clusters))
 
 
-def _within(found: Interval | None, most: float) -> Interval | None:
-    """Ends that the quantity cannot reach are cut off; it is at least 0."""
+def _share(clusters: Sequence[Sequence[float]], least: float = 0.0) -> Interval | None:
+    """As ``_mean``, of values from ``least`` to 1.
+
+    Clusters that are all alike have no spread and would give an interval without width. What can
+    be said then is how many others there may be without one of them having been seen.
+    """
+    found = _mean(clusters)
     if found is None:
         return None
-    return Interval(found.value, max(0.0, found.low), min(most, found.high))
+    value, low, high = found.value, found.low, found.high
+    if len({math.fsum(cluster) / len(cluster) for cluster in clusters}) == 1:
+        unseen = most_where_none(len(clusters))
+        low, high = value - unseen * (value - least), value + unseen * (1.0 - value)
+    return Interval(value, max(least, low), min(1.0, high))
+
+
+def _not_negative(found: Interval | None) -> Interval | None:
+    return None if found is None else replace(found, low=max(0.0, found.low))
 
 
 def _interval(found: MeanInterval, shape: Callable[[float], float] = float) -> Interval:

@@ -141,7 +141,8 @@ def answer_table(task: str, result: EvalResult) -> TextTable:
         [
             "Exact: greedy decoding gives the whole answer. Differ: exact with one cache and not "
             "with the other; where none does, the figure in brackets bounds, with 95 % "
-            "confidence, the share that may, as if answers were independent. Log p: in nats; it "
+            "confidence, the share that may. Intervals and bounds over "
+            f"{rows[0].clusters} clusters of answers that share a text. Log p: in nats; it "
             "shows what exact answers of a small model do not."
         ],
     )
@@ -151,7 +152,7 @@ def _answer_row(row: AnswerRow, reference: bool) -> tuple[str, ...]:
     logs = "not a number" if row.log_probability is None else f"{row.log_probability:.4f}"
     changes = ("reference", "", "reference")
     if not reference:
-        bound = f" (< {most_where_none(row.questions):.1%})" if not row.differing else ""
+        bound = f" (< {most_where_none(row.clusters):.1%})" if not row.differing else ""
         changes = (
             _scaled(row.exact_change, 100, "{:+.1f}", " %"),
             f"{row.differing}{bound}",
