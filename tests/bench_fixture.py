@@ -56,13 +56,13 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def make_model_with_tokenizer(directory: Path) -> Path:
+def make_model_with_tokenizer(directory: Path, **changes: Any) -> Path:
     """A random Llama whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    make_model(directory, vocab_size=len(alphabet))
+    make_model(directory, vocab_size=len(alphabet), **changes)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
     return directory
 

@@ -19,6 +19,7 @@ from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate.quality import harness
 from ascend_kv.evaluate.quality.job import run_eval
 from ascend_kv.evaluate.quality.recipe import HarnessRecipe
+from ascend_kv.evaluate.quality.tables import tables
 from ascend_kv.llm import LLM
 
 LONGEST = 48
@@ -53,6 +54,7 @@ class Library:
             def __init__(self, include_path: object = None) -> None:
                 library.include.append(include_path)
                 self.all_tasks = list(known)
+                self.all_tasks.append("tag")
 
         model.LM, tasks.TaskManager = LM, TaskManager  # type: ignore[attr-defined]
         self.module.simple_evaluate = self.evaluate  # type: ignore[attr-defined]
@@ -68,6 +70,8 @@ class Library:
         assert isinstance(model, self.base) and model.rank == 0
         self.calls.append({"tasks": tasks, **options})
         ((value, greedy),) = model.loglikelihood([request("ab", "cd")])
+        if tasks == ["tag"]:  # no entry of its own
+            return {"results": {"arc": {"acc,none": 0.5}, "bare": {"acc,none": 0.75}}}
         return {
             "results": {
                 tasks[0]: {
@@ -208,13 +212,65 @@ def test_generation_stops_where_the_task_says(llm: LLM, library: Library) -> Non
 def test_figures_are_read(llm: LLM, library: Library) -> None:
     recipe = HarnessRecipe(tasks=("arc",), limit=5, num_fewshot=2, include_path="mine")
     manager = harness.check_tasks(library.module, recipe)
-    found = harness.run_task(library.module, manager, llm, "arc", recipe)
-    assert [figure[0] for figure in found] == ["acc", "exact_match (strict)", "sum"]
-    assert found[0] == ("acc", 0.25, 0.125) and found[1].error is None
+    found, cut = harness.run_task(library.module, manager, llm, "arc", recipe)
+    assert [figure.metric for figure in found] == ["acc", "exact_match (strict)", "sum"]
+    assert found[0] == ("arc", "acc", 0.25, 0.125) and found[1].error is None and cut == ""
     assert math.isfinite(found[2].value)
     (call,) = library.calls
     assert (call["limit"], call["num_fewshot"], call["tasks"]) == (5, 2, ["arc"])
     assert library.include == ["mine"]
+
+
+def test_a_tag_gives_the_figures_of_its_tasks(llm: LLM, library: Library) -> None:
+    found, _ = harness.run_task(library.module, None, llm, "tag", HarnessRecipe(tasks=("tag",)))
+    assert found == [("arc", "acc", 0.5, None), ("bare", "acc", 0.75, None)]
+
+
+@pytest.mark.parametrize("results", [{}, {"arc": {"alias": "arc", "sample_len": 3}}])
+def test_a_task_without_a_figure_is_an_error(
+    llm: LLM, library: Library, results: dict[str, Any]
+) -> None:
+    library.module.simple_evaluate = lambda **_: {"results": results}  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match="arc came back without a figure"):
+        harness.run_task(library.module, None, llm, "arc", HarnessRecipe(tasks=("arc",)))
+
+
+def test_what_does_not_fit_is_counted(llm: LLM, library: Library) -> None:
+    adapter = harness.make_adapter(llm)
+    adapter.loglikelihood([request("q" * 40, "xyz"), request("", "x" * (LONGEST - 2))])
+    adapter.loglikelihood_rolling([request("q" * 200)])  # in windows, every token once
+    adapter.generate_until(
+        [request("Go", {"max_gen_toks": 12}), request("Go", {"max_gen_toks": 23})]
+    )
+    assert not adapter.cut
+    adapter.loglikelihood([request("q" * 45, "xyz"), request("a", "x" * (LONGEST - 1))])
+    adapter.generate_until([request("z" * 26, {"max_gen_toks": 23}), request("Go", {})])
+    assert adapter.cut == {
+        "prompts without their beginning": 3,
+        "continuations scored in part": 1,
+        "answers ended before the task's limit": 1,
+    }
+
+
+def test_what_was_cut_stands_below_the_table(path: Path, library: Library, tmp_path: Path) -> None:
+    evaluate = library.evaluate
+
+    def longer(model: Any, **options: Any) -> dict[str, Any]:
+        model.loglikelihood([request("q" * 80, "xyz")])
+        return evaluate(model, **options)
+
+    library.module.simple_evaluate = longer  # type: ignore[attr-defined]
+    recipe = make_recipe(
+        path,
+        tasks=("lm_eval",),
+        lm_eval=HarnessRecipe(tasks=("arc",), max_model_len=64),
+        policies=POLICIES[:1],
+    )
+    result = run_eval(make_evaluation(recipe, tmp_path), lambda result: None)
+    (table,) = (table for table in tables(result) if "lm-evaluation-harness" in table.title)
+    assert [note for note in table.notes if "int8" in note] == [
+        "Longer than lm_eval.max_model_len: int8, arc: 1 prompts without their beginning."
+    ]
 
 
 def test_an_unknown_task_is_refused(library: Library) -> None:

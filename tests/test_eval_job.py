@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bench_fixture import make_model_with_tokenizer
+from deepseek_models import make_deepseek
 from eval_fixture import POLICIES, make_evaluation, make_recipe
 from PIL import Image
 
@@ -22,8 +24,13 @@ from ascend_kv.evaluate.console import table_console
 from ascend_kv.evaluate.quality import evaluation, job, report
 from ascend_kv.evaluate.quality.command import EXAMPLES
 from ascend_kv.evaluate.quality.job import run_eval
-from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy
-from ascend_kv.evaluate.quality.recipe import CopyRecipe, EvalRecipe, NeedleRecipe
+from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy, parse_policy
+from ascend_kv.evaluate.quality.recipe import (
+    CopyRecipe,
+    EvalRecipe,
+    NeedleRecipe,
+    load_eval_recipe,
+)
 from ascend_kv.evaluate.quality.results import EvalResult
 from ascend_kv.evaluate.quality.tables import tables
 from ascend_kv.evaluate.recipe import WindowRecipe
@@ -84,6 +91,28 @@ def test_costs_are_those_of_the_formats(whole: EvalResult) -> None:
     assert costs["mixed"].formats == "1 x float32, 2 x int8/token_head"
     assert costs["mixed"].block_size == 8 and costs["int8"].block_size == 16
     assert 8 < costs["fp8"].bits_per_value < 9 and "first 8 tokens" in costs["fp8"].residual
+    assert {cost.tokens for cost in costs.values()} == {256}  # the model's longest
+
+
+def test_the_cost_of_transformers_cache_is_the_same_whatever_ran_first(
+    model: Path, whole: EvalResult, tmp_path: Path
+) -> None:
+    """Scales count once a sequence here, so bytes a token fall with its length."""
+    recipe = make_recipe(model, tasks=("copy",), policies=POLICIES[2:])
+    result = run_eval(make_evaluation(recipe, tmp_path), lambda result: None)
+    assert result.policies[1] == whole.policies[3]
+
+
+def test_a_model_of_compressed_entries_is_refused_before_anything_is_written(
+    model: Path, tmp_path: Path
+) -> None:
+    deepseek = make_deepseek(tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, deepseek)
+    recipe = make_recipe(model, model=str(deepseek))
+    with pytest.raises(UsageError, match="a key and a value of every token") as caught:
+        make_evaluation(recipe, tmp_path / "out")
+    assert caught.value.field == "model" and not (tmp_path / "out").exists()
 
 
 class Interrupter:
@@ -275,6 +304,24 @@ def test_a_missing_package_leaves_its_row_out_and_says_so(model: Path, tmp_path:
     assert any("pip install optimum-quanto" in note for t in tables(result) for note in t.notes)
 
 
+def test_built_in_policies_that_the_model_cannot_have_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of ten numbers, of which a rotation would mix two, and two layers."""
+    odd = make_model_with_tokenizer(tmp_path / "odd", head_dim=10, num_hidden_layers=2)
+    shipped = load_eval_recipe(DOCUMENT.with_suffix(".yaml"))
+    evaluation = make_evaluation(
+        make_recipe(odd, tasks=("copy",), policies=shipped.policies), tmp_path / "out"
+    )
+    reasons = {entry.policy: entry.reason for entry in evaluation.skipped}
+    assert "head_dim" in reasons["int4/asymmetric/hadamard"]
+    assert "skip_layers" in reasons["int8, keys as they are, first 4 layers kept"]
+    assert "int8" in {runner.policy.name for runner in evaluation.runners}
+    named = parse_policy("int4/asymmetric/hadamard")
+    with pytest.raises(UsageError, match="policy 'int4/asymmetric/hadamard'"):
+        make_evaluation(make_recipe(odd, tasks=("copy",), policies=(named,)), tmp_path / "out")
+
+
 def keys_of(value: Any, path: str = "") -> Iterator[str]:
     """Paths of all leaves; free-form mappings end in ``.*``."""
     if path in ("recipe", "operators", "machine.versions", "policies[].settings"):
@@ -291,7 +338,9 @@ def keys_of(value: Any, path: str = "") -> Iterator[str]:
 
 def test_every_key_of_the_report_is_documented_and_no_other(whole: EvalResult) -> None:
     content = whole.as_json()
-    content["harness"] = [{"policy": "p", "task": "t", "metric": "acc", "value": 0.5, "error": 0.1}]
+    content["harness"] = [
+        {"policy": "p", "task": "t", "metric": "acc", "value": 0.5, "error": 0.1, "cut": ""}
+    ]
     content["skipped"] = [{"policy": "p", "task": "", "reason": "r"}]
     keys = set(keys_of(json.loads(json.dumps(content))))
     # Where one row has an interval and another null, both paths are there; the interval counts.

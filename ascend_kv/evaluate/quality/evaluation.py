@@ -59,6 +59,9 @@ class Evaluation:
         self.loaded, self.model, self.device = choose_model(
             recipe.model, recipe.dtype, recipe.device, log
         )
+        if self.loaded.geometry.compressed is not None:
+            legal = "a model that keeps a key and a value of every token"
+            raise UsageError("model", self.model.model_type, legal)
         self._tokenizer = load_text_tokenizer(self.loaded)
         # A long text may exceed the model's longest sequence: it is cut up, never run whole.
         self._token_ids = list(self._tokenizer(text.content, verbose=False)["input_ids"])
@@ -145,8 +148,9 @@ class Evaluation:
             raise UsageError("text", f"{len(self._token_ids)} tokens", legal, "Give a longer text.")
 
     def _make_runners(self) -> None:
+        named = not self.recipe.has_built_in_policies
         for policy in (REFERENCE, *self.recipe.policies):
-            made = make_runner(policy, self.loaded, self.device, self.recipe.block_size)
+            made = make_runner(policy, self.loaded, self.device, self.recipe.block_size, named)
             if isinstance(made, PolicyRunner):
                 self.runners.append(made)
                 if "lm_eval" in self.recipe.tasks and policy.huggingface is not None:

@@ -7,12 +7,12 @@ follow the reference's continuation and stop where the policy would have chosen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ascend_kv.evaluate.quality.recipe import GenerationRecipe
-from ascend_kv.evaluate.quality.scoring import Scorer
+from ascend_kv.evaluate.quality.scoring import Scorer, chunks
 
 
 def cut_prompts(recipe: GenerationRecipe, token_ids: Sequence[int]) -> list[list[int]]:
@@ -28,28 +28,19 @@ def cut_prompts(recipe: GenerationRecipe, token_ids: Sequence[int]) -> list[list
 
 @torch.inference_mode()
 def continue_greedily(
-    scorer: Scorer,
-    prompt: Sequence[int],
-    tokens: int,
-    chunk_tokens: int,
-    advance: Callable[[int], None] = lambda tokens: None,
+    scorer: Scorer, prompt: Sequence[int], tokens: int, chunk_tokens: int
 ) -> list[int]:
     """The likeliest ``tokens`` tokens, one after another; an end-of-sequence token ends nothing."""
     written = [_likeliest(_read(scorer, prompt, chunk_tokens))]
     while len(written) < tokens:
         position = len(prompt) + len(written) - 1
         written.append(_likeliest(scorer.forward(written[-1:], position, [0])))
-    advance(1)
     return written
 
 
 @torch.inference_mode()
 def agreeing_tokens(
-    scorer: Scorer,
-    prompt: Sequence[int],
-    reference: Sequence[int],
-    chunk_tokens: int,
-    advance: Callable[[int], None] = lambda tokens: None,
+    scorer: Scorer, prompt: Sequence[int], reference: Sequence[int], chunk_tokens: int
 ) -> int:
     """Tokens that greedy decoding writes before it first differs from ``reference``."""
     logits = _read(scorer, prompt, chunk_tokens)
@@ -60,14 +51,12 @@ def agreeing_tokens(
             break
         position = len(prompt) + agreed - 1
         logits = scorer.forward(reference[agreed - 1 : agreed], position, [0])
-    advance(1)
     return agreed
 
 
 def _read(scorer: Scorer, prompt: Sequence[int], chunk_tokens: int) -> torch.Tensor:
     logits = torch.empty(0)
-    for start in range(0, len(prompt), chunk_tokens):
-        chunk = prompt[start : start + chunk_tokens]
+    for start, chunk in chunks(prompt, chunk_tokens):
         logits = scorer.forward(chunk, start, [len(chunk) - 1])
     return logits
 

@@ -11,6 +11,7 @@ Source of the interface: lm_eval 0.4, ``lm_eval/api/model.py``, class ``LM``.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +26,15 @@ PACKAGE = "lm_eval"
 _GENERATED = 256
 """Tokens to generate where a task does not say."""
 _BOOTSTRAPS = 1000
+_PROMPTS = "prompts without their beginning"
+_CONTINUATIONS = "continuations scored in part"
+_ANSWERS = "answers ended before the task's limit"
 
 
 class Figure(NamedTuple):
     """One figure of a task, as the library gives it."""
 
+    task: str
     metric: str
     value: float
     error: float | None
@@ -75,8 +80,8 @@ def _version(harness: Any) -> str:
 
 def run_task(
     harness: Any, manager: Any, llm: LLM, task: str, recipe: HarnessRecipe
-) -> list[Figure]:
-    """Run one task of the library.
+) -> tuple[list[Figure], str]:
+    """Run one task of the library, or a group or tag of tasks.
 
     Args:
         harness: of ``find_harness``.
@@ -85,12 +90,17 @@ def run_task(
         task: its name in the library.
         recipe: limit and number of examples.
 
+    Returns:
+        Its figures; where it has none of its own, as a tag, those of its tasks. And what did not
+        fit into the model's longest sequence, in words; empty where everything did.
+
     Raises:
         RunError: the library or the task failed, such as for want of its data set.
     """
+    adapter = make_adapter(llm)
     try:
         found = harness.simple_evaluate(
-            model=make_adapter(llm),
+            model=adapter,
             tasks=[task],
             num_fewshot=recipe.num_fewshot,
             limit=recipe.limit,
@@ -105,17 +115,23 @@ def run_task(
             "to be fetched first, on a machine with a network"
         ) from error
     results = found["results"]
-    return list(_figures(results.get(task, {})))
+    figures = list(_figures(task, results.get(task, {}))) or [
+        figure for name in sorted(results) for figure in _figures(name, results[name])
+    ]
+    if not figures:
+        raise RunError(f"lm_eval task {task} came back without a figure")
+    return figures, ", ".join(f"{count:,} {what}" for what, count in sorted(adapter.cut.items()))
 
 
-def _figures(results: Mapping[str, Any]) -> Iterator[Figure]:
+def _figures(task: str, results: Mapping[str, Any]) -> Iterator[Figure]:
     for key, value in results.items():
         metric, _, filtered = key.partition(",")
         if metric.endswith(("_stderr", "sample_len")) or isinstance(value, bool | str | None):
             continue
         error = results.get(f"{metric}_stderr,{filtered}")
         name = metric if filtered in ("", "none") else f"{metric} ({filtered})"
-        yield Figure(name, float(value), float(error) if isinstance(error, int | float) else None)
+        spread = float(error) if isinstance(error, int | float) else None
+        yield Figure(task, name, float(value), spread)
 
 
 def make_adapter(llm: LLM) -> Any:
@@ -134,6 +150,8 @@ class Adapter:
         assert llm.tokenizer is not None, "the library's prompts are texts"
         self._llm, self._tokenizer = llm, llm.tokenizer
         self._longest = llm.max_model_len - 1  # of a prompt: one token is generated after it
+        self.cut: Counter[str] = Counter()
+        """How often something did not fit, by what it was."""
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log probability of each continuation, and whether greedy decoding gives it."""
@@ -149,16 +167,21 @@ class Adapter:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Greedy text up to the first stop string."""
-        prompts, params = [], []
+        prompts, params, wanted = [], [], []
         for request in requests:
             context, options = request.args
-            tokens = min(int(options.get("max_gen_toks", _GENERATED)), self._longest // 2)
+            wanted.append(int(options.get("max_gen_toks", _GENERATED)))
+            tokens = min(wanted[-1], self._longest // 2)
             until = options.get("until") or ()
             stops = (until,) if isinstance(until, str) else tuple(stop for stop in until if stop)
             temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
             params.append(SamplingParams(max_tokens=tokens, temperature=temperature, stop=stops))
-            prompts.append(self._tokens(context)[-(self._llm.max_model_len - tokens) :])
-        return [output.outputs[0].text for output in self._generate(prompts, params)]
+            prompts.append(self._fit(self._tokens(context), self._llm.max_model_len - tokens))
+        written = [output.outputs[0] for output in self._generate(prompts, params)]
+        for answer, tokens in zip(written, wanted, strict=True):
+            if answer.finish_reason == "length" and len(answer.token_ids) < tokens:
+                self.cut[_ANSWERS] += 1
+        return [answer.text for answer in written]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -209,13 +232,15 @@ class Adapter:
             done = stop
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        prompts = [(context + wanted)[-self._longest :] for context, wanted in pairs]
+        prompts = [self._fit(context + wanted, self._longest) for context, wanted in pairs]
         params = [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)] * len(pairs)
         scored = []
         for prompt, (_, wanted), output in zip(
             prompts, pairs, self._generate(prompts, params), strict=True
         ):
             count = min(len(wanted), len(prompt) - 1)
+            if count < len(wanted):
+                self.cut[_CONTINUATIONS] += 1
             marks = (output.prompt_logprobs or [])[len(prompt) - count :]
             entries = [
                 mark[token]
@@ -225,6 +250,11 @@ class Adapter:
             total = sum(entry.logprob for entry in entries)
             scored.append((total, all(entry.rank == 1 for entry in entries)))
         return scored
+
+    def _fit(self, prompt: list[int], longest: int) -> list[int]:
+        if len(prompt) > longest:
+            self.cut[_PROMPTS] += 1
+        return prompt[-longest:]
 
     def _generate(
         self, prompts: Sequence[list[int]], params: list[SamplingParams]

@@ -158,18 +158,14 @@ class _Job:
                 self.store.put(UNQUANTIZED, "perplexity", number, asdict(own))
             for name in names:
                 self.store.put(name, "perplexity", number, asdict(scores[name]))
-            for runner in group:
-                if runner.policy.name in names:
-                    self._note_cost(runner, scorers[runner.policy.name])
 
     def _open(self, runner: PolicyRunner, length: int) -> PagedScorer | QuantizedCacheModel:
         scorer = runner.open(length)
-        if isinstance(scorer, PagedScorer):
-            self._note_cost(runner, scorer)
+        self._note_cost(runner, scorer)
         return scorer
 
     def _note_cost(self, runner: PolicyRunner, scorer: PagedScorer | QuantizedCacheModel) -> None:
-        """Keep what a policy takes; of transformers' cache that is known when it is full."""
+        """Keep what a policy takes."""
         name = runner.policy.name
         if self.store.get(name, *COST) is None:
             if isinstance(scorer, PagedScorer):
@@ -199,7 +195,6 @@ class _Job:
                 agreed = agreeing_tokens(scorer, prompt, reference["tokens"], chunk)
                 cell = {"agreed": agreed}
             self.store.put(name, task, number, cell)
-            self._note_cost(runner, scorer)
             advance(1)
 
     def _ask(
@@ -216,7 +211,6 @@ class _Job:
             question = questions[number]
             answers = score_question(scorer, question, self.evaluation.chunk_tokens)
             self.store.put(runner.policy.name, task, number, as_cell(question, answers))
-            self._note_cost(runner, scorer)
             advance(1)
 
     def _run_harness(self) -> None:
@@ -230,8 +224,8 @@ class _Job:
             self._note_cost(runner, PagedScorer(llm))
             for task in pending:
                 self.log.say(f"lm_eval, {runner.policy.name}: {task} ...")
-                figures = harness.run_task(
+                figures, cut = harness.run_task(
                     evaluation.harness, evaluation.harness_tasks, llm, task, settings
                 )
-                cell = {"figures": [figure._asdict() for figure in figures]}
+                cell = {"figures": [figure._asdict() for figure in figures], "cut": cut}
                 self.store.put(runner.policy.name, "lm_eval", task, cell)

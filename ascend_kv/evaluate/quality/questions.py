@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.quality.recipe import CopyRecipe, NeedleRecipe, RecallRecipe
-from ascend_kv.evaluate.quality.scoring import Scorer, log_probabilities
+from ascend_kv.evaluate.quality.scoring import Scorer, chunks, log_probabilities
 
 _CITIES = (
     *("Oslo", "Lima", "Cairo", "Quito", "Hanoi", "Riga", "Perth", "Turin", "Porto", "Izmir"),
@@ -172,32 +172,24 @@ def _words(count: int, chance: random.Random) -> list[str]:
     return list(words)
 
 
-def score_question(
-    scorer: Scorer,
-    question: Question,
-    chunk_tokens: int,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> list[Answer]:
+def score_question(scorer: Scorer, question: Question, chunk_tokens: int) -> list[Answer]:
     """Run a question with its answers; a token of an answer is predicted by the one before it.
 
     Args:
         scorer: one policy's cache.
         question: what is asked.
         chunk_tokens: tokens a forward.
-        advance: called with the number of tokens done since the last call.
     """
     tokens = question.token_ids
     wanted = [place - 1 for first, stop in question.answers for place in range(first, stop)]
     scored: dict[int, tuple[float, bool]] = {}
-    for start in range(0, len(tokens), chunk_tokens):
-        chunk = tokens[start : start + chunk_tokens]
+    for start, chunk in chunks(tokens, chunk_tokens):
         rows = [place - start for place in wanted if start <= place < start + len(chunk)]
         logits = scorer.forward(chunk, start, rows or [len(chunk) - 1])
         for place, row in zip(rows, log_probabilities(logits)):
             target = tokens[start + place + 1]
             same = int(row.argmax()) == target
             scored[start + place + 1] = (float(row[target]), same)
-        advance(len(chunk))
     answers = []
     for first, stop in question.answers:
         marks = [scored[place] for place in range(first, stop)]

@@ -145,6 +145,11 @@ class EvalRecipe:
                 raise UsageError("policies", name, "names that differ")
 
     @property
+    def has_built_in_policies(self) -> bool:
+        """Whether nobody chose them: one list, of which not every model can have every policy."""
+        return self.policies in (DEFAULT_POLICIES, _read(QUICK, "quick").policies)
+
+    @property
     def ordered_tasks(self) -> tuple[str, ...]:
         """The tasks in the order in which they run."""
         return tuple(task for task in TASKS if task in self.tasks)

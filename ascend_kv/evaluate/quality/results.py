@@ -33,6 +33,9 @@ class Cost:
     """Keys and values of one token in all layers, scales and zero points included."""
     bits_per_value: float
     """The same over the numbers in them."""
+    tokens: int
+    """Length of the sequence for which these hold: of ours, which the static scales may follow, the
+    model's longest; of transformers', the one that was measured."""
     residual: str
     """What is read in full precision, which the two figures above leave out."""
     static_bytes: int
@@ -139,6 +142,9 @@ class HarnessRow:
     value: float
     error: float | None
     """Standard error as the library gives it."""
+    cut: str
+    """What did not fit into the longest sequence, with counts, in all that was asked for at once;
+    empty where everything fitted."""
 
 
 @dataclass

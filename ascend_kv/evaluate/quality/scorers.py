@@ -45,8 +45,8 @@ class PolicyRunner:
     """of the layers; none where the cache is transformers'"""
     block_size: int = 0
 
-    def open(self, length: int, sequences: int = 1) -> PagedScorer | QuantizedCacheModel:
-        """A cache with room for so many sequences of ``length`` tokens.
+    def open(self, length: int) -> PagedScorer | QuantizedCacheModel:
+        """A cache with room for a sequence of ``length`` tokens.
 
         Raises:
             UsageError: there is no such memory, or transformers' cache cannot hold this model.
@@ -56,10 +56,10 @@ class PolicyRunner:
             return QuantizedCacheModel(
                 self.loaded, other.backend, other.chunk_tokens, other.options
             )
-        return PagedScorer(self.open_llm(length, sequences))
+        return PagedScorer(self.open_llm(length))
 
     def open_llm(self, length: int, sequences: int = 1, texts: bool = False) -> LLM:
-        """The same as an ``LLM``, with its tokenizer if ``texts``; for a cache of ours only."""
+        """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``."""
         options = self.policy.options(self.loaded.dtype)
         options.pop("block_size", None)
         return llm_with_room(
@@ -83,10 +83,12 @@ class PolicyRunner:
 
 
 _HALF = FormatSpec("float16", 16)
+MEASURED_TOKENS = 512
+"""At which transformers' caches are measured."""
 
 
 def make_runner(
-    policy: Policy, loaded: LoadedModel, device: str, block_size: int | None
+    policy: Policy, loaded: LoadedModel, device: str, block_size: int | None, named: bool = True
 ) -> PolicyRunner | str:
     """Check a policy against a model.
 
@@ -95,6 +97,7 @@ def make_runner(
         loaded: the weights.
         device: cpu or npu.
         block_size: tokens a block where the policy does not say; None: the device's default.
+        named: whether the user asked for it; else formats that do not fit the model leave it out.
 
     Returns:
         The runner, or why the policy is left out.
@@ -112,7 +115,12 @@ def make_runner(
         return reason or runner
     try:
         cache = policy.cache_config(loaded.dtype)
-        formats = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        try:
+            formats = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        except UsageError as error:
+            if named:
+                raise
+            return f"not with this model: {error}"
         if cache.block_size is None:
             cache = replace(cache, block_size=block_size)
         figures = get_device(platform.device_name(device))
@@ -129,7 +137,7 @@ def make_runner(
 
 
 def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
-    """Bytes of a cache of ours, from the geometry; equal to those allocated."""
+    """Bytes of a cache of ours, from the geometry; static scales for the model's longest text."""
     geometry, positions = runner.loaded.geometry, runner.loaded.geometry.max_position_tokens
     token_bytes = geometry.token_bytes(runner.formats)
     conditioning = llm.conditioning
@@ -138,6 +146,7 @@ def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
         block_size=runner.block_size,
         bytes_per_token=float(token_bytes),
         bits_per_value=8 * token_bytes / values_per_token(geometry),
+        tokens=positions,
         residual="none",
         static_bytes=geometry.static_bytes(runner.formats, positions) + conditioning.offset_bytes,
         key_conditioning=str(conditioning),
@@ -145,9 +154,15 @@ def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
 
 
 def other_cost(runner: PolicyRunner, model: QuantizedCacheModel) -> Cost:
-    """Bytes that transformers' cache holds after a sequence, over its quantized tokens."""
+    """Bytes that transformers' cache holds after a sequence, over its quantized tokens.
+
+    Groups are filled up and scales counted whole, so the length matters: it is the same whatever
+    runs first, 512 tokens or as many as the model takes. Which tokens they are does not matter.
+    """
     other = runner.policy.huggingface
     assert other is not None
+    length = min(MEASURED_TOKENS, runner.loaded.geometry.max_position_tokens)
+    model.forward([0] * length, 0, [length - 1])
     quantized = model.stored_tokens() - model.residual_tokens()
     token_bytes = model.stored_bytes() / max(1, quantized)
     return Cost(
@@ -155,6 +170,7 @@ def other_cost(runner: PolicyRunner, model: QuantizedCacheModel) -> Cost:
         block_size=0,
         bytes_per_token=token_bytes,
         bits_per_value=8 * token_bytes / values_per_token(runner.loaded.geometry),
+        tokens=length,
         residual=other.residual,
         static_bytes=0,
         key_conditioning="keys as the model makes them",

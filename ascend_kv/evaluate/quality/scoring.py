@@ -15,7 +15,7 @@ chunk of tokens are never held.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -111,8 +111,7 @@ def score_window(
     """
     own = WindowScores()
     scores = {name: WindowScores() for name in policies}
-    for start in range(0, len(window), chunk_tokens):
-        chunk = window[start : start + chunk_tokens]
+    for start, chunk in chunks(window, chunk_tokens):
         # The last token of the window has nothing to predict.
         targets = torch.tensor(window[start + 1 : start + 1 + len(chunk)], dtype=torch.int64)
         rows = range(len(targets))
@@ -126,6 +125,12 @@ def score_window(
             scores[name].add(score_chunk(logits, expected, targets), seconds)
             advance(len(chunk))
     return own, scores
+
+
+def chunks(token_ids: Sequence[int], chunk_tokens: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Pieces of a text as they go in one after another, each with the tokens before it."""
+    for start in range(0, len(token_ids), chunk_tokens):
+        yield start, token_ids[start : start + chunk_tokens]
 
 
 def _timed(

@@ -38,7 +38,6 @@ Cells = dict[int, dict[str, Any]]
 def summarize(evaluation: Evaluation, result: EvalResult) -> None:
     """Fill in the rows of ``result``."""
     store, recipe = evaluation.store, evaluation.recipe
-    names = [runner.policy.name for runner in evaluation.runners]
 
     def cells(task: str) -> dict[str, Cells]:
         found = {}
@@ -67,7 +66,7 @@ def summarize(evaluation: Evaluation, result: EvalResult) -> None:
             if task == "needle":
                 result.needles = _needle_points(found)
         else:
-            result.harness = _harness_rows(found, names, recipe.lm_eval.tasks)
+            result.harness = _harness_rows(found)
 
 
 def _perplexity_rows(found: Mapping[str, Cells], cluster_tokens: int) -> list[PerplexityRow]:
@@ -233,13 +232,11 @@ def _needle_points(found: Mapping[str, Cells]) -> list[NeedlePoint]:
     return points
 
 
-def _harness_rows(
-    found: Mapping[str, Cells], names: Sequence[str], tasks: Sequence[str]
-) -> list[HarnessRow]:
+def _harness_rows(found: Mapping[str, Cells]) -> list[HarnessRow]:
     return [
-        HarnessRow(name, tasks[number], **figure)
-        for name in names
-        for number, cell in found[name].items()
+        HarnessRow(name, cut=cell["cut"], **figure)
+        for name, cells in found.items()
+        for cell in cells.values()
         for figure in cell["figures"]
         if figure["value"] is not None
     ]

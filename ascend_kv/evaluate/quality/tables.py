@@ -172,6 +172,9 @@ def _answer_row(row: AnswerRow, reference: bool) -> tuple[str, ...]:
 
 def harness_table(result: EvalResult) -> TextTable:
     """Figures of lm-evaluation-harness."""
+    cut = dict.fromkeys(
+        f"{row.policy}, {row.task}: {row.cut}." for row in result.harness if row.cut
+    )
     return TextTable(
         "Tasks of lm-evaluation-harness (measured, through that library)",
         ("policy", "task", "metric", "value", "standard error"),
@@ -185,7 +188,10 @@ def harness_table(result: EvalResult) -> TextTable:
             )
             for row in result.harness
         ],
-        ["The errors are the library's, of each figure alone: they are not paired."],
+        [
+            "The errors are the library's, of each figure alone: they are not paired.",
+            *(f"Longer than lm_eval.max_model_len: {entry}" for entry in cut),
+        ],
     )
 
 
@@ -193,13 +199,14 @@ def cost_table(result: EvalResult) -> TextTable:
     """What every policy takes, and what its bytes leave out."""
     return TextTable(
         "What the policies take (from geometry; of transformers' caches measured)",
-        ("policy", "formats", "block", "bytes once", "read unquantized", "keys"),
+        ("policy", "formats", "block", "bytes once", "at tokens", "read unquantized", "keys"),
         [
             (
                 row.name,
                 row.cost.formats,
                 str(row.cost.block_size or "-"),
                 f"{row.cost.static_bytes:,}",
+                f"{row.cost.tokens:,}",
                 row.cost.residual,
                 row.cost.key_conditioning,
             )
