@@ -74,12 +74,13 @@ something is broken or the recipe has an error, 2 something given was not legal.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. The entry point of ``ascend-kv``."""
-    options = _parser().parse_args(arguments)
-    debug = options.debug or os.environ.get("ASCEND_KV_DEBUG", "") not in ("", "0")
+    debug = os.environ.get("ASCEND_KV_DEBUG", "") not in ("", "0")
     logging.basicConfig(format="%(message)s")
-    if debug:
-        logging.getLogger("ascend_kv").setLevel(logging.DEBUG)
     try:
+        options = _parser().parse_args(arguments)
+        debug |= options.debug
+        if debug:
+            logging.getLogger("ascend_kv").setLevel(logging.DEBUG)
         options.command(options)
     except KeyboardInterrupt:
         print("ascend-kv: interrupted", file=sys.stderr)

@@ -120,7 +120,8 @@ def test_rows_without_a_time_are_counted(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines, *broken, "", "short"]) + "\n")
     profile = read_profile(path)
     assert profile.lanes[0].parts_ns == EXPECTED
-    assert "2 rows of op_summary.csv have no duration and were left out." in profile.remarks
+    assert "1 rows of op_summary.csv have no duration and were left out." in profile.remarks
+    assert "1 rows of op_summary.csv break off and were left out." in profile.remarks
     assert "1 rows of op_summary.csv have no start and were left out." in profile.remarks
 
 
@@ -342,3 +343,25 @@ def test_the_spool_sorts_what_does_not_fit(records: int) -> None:
         spool.add(record)
     assert len(spool.runs) == records // 4
     assert list(spool.sorted()) == sorted(given)
+
+
+def test_a_table_that_breaks_off_loses_the_broken_row_only(tmp_path: Path) -> None:
+    header = "Op Name,Op Type,Task Duration(us),Task Start Time(us),Input Shapes\n"
+    rows = ["a,MatMulV2,100.0,1000.0,\n", "b,MatMulV2,200.0,2000.0,\n"]
+    whole, cut = tmp_path / "op_summary_1.csv", tmp_path / "op_summary_2.csv"
+    whole.write_text(header + "".join(rows))
+    cut.write_text(header + rows[0] + "b,MatMulV2,2")
+    assert not any("break off" in remark for remark in read_profile(whole).remarks)
+    profile = read_profile(cut)
+    assert profile.lanes[0].parts_ns["matmul"] == 100_000
+    assert sum(profile.lanes[0].parts_ns.values()) == 100_000
+    assert any("1 rows" in remark and "break off" in remark for remark in profile.remarks)
+
+
+@pytest.mark.parametrize("content", [gzip.compress(b"[" + b" " * 999)[:20], b"plain text", b""])
+def test_a_broken_archive_is_named(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "trace_view.json.gz"
+    file.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        read_profile(file)
+    assert str(file) in str(refused.value)

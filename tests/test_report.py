@@ -17,7 +17,8 @@ from rich.console import Console
 
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate import plots, report
-from ascend_kv.evaluate.console import Log
+from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.tables import TextTable
 
 DOCUMENT = Path(__file__).parents[1] / "recipes" / "qwen_910b.md"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -125,14 +126,6 @@ def test_terminal_shows_the_tables() -> None:
         assert expected in shown
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_narrow_terminals_lose_no_digit(width: int) -> None:
-    stream = io.StringIO()
-    report.show(make_result(), Console(file=stream, width=width))
-    assert max(map(len, stream.getvalue().splitlines())) <= width
-    assert "…" not in stream.getvalue()
-
-
 def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -205,3 +198,20 @@ def test_no_legend_and_no_note_of_a_plot_lies_over_a_figure() -> None:
             assert frame.x0 < box.x0 and box.x1 < frame.x1 - 5 and frame.y0 < box.y0
         source = figure._supxlabel.get_window_extent()
         assert not outside[0].overlaps(source)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_figure_of_a_table_loses_a_digit(terminal: bool) -> None:
+    rows = [(f"scheme {i}", *(f"{i}.123456 | {j}.987654" for j in range(9))) for i in range(3)]
+    table = TextTable("Wide", ("name", *(f"column {j}" for j in range(9))), rows, [])
+    written = io.StringIO()
+    width = 60 if terminal else None
+    console = Console(file=written, width=width or 140, force_terminal=terminal, no_color=True)
+    print_table(table, console)
+    text = written.getvalue()
+    for row in rows:
+        for cell in row[1:]:
+            assert all(word in text for word in cell.split()), cell
+    if not terminal:
+        assert all(" ".join(cell.split()) in text for row in rows for cell in row[1:])
+    assert console.width == (width or 140)

@@ -8,6 +8,7 @@ from typing import IO
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +16,9 @@ from rich.text import Text
 from ascend_kv.evaluate.tables import TextTable
 
 _PLAIN_WIDTH = 140
-"""Columns where the output is no terminal: in a file or a log nothing needs to be folded."""
+"""Columns of text where the output is no terminal."""
+_WIDEST = 1000
+"""Columns that a table may take there: in a file or a log nothing needs to be folded."""
 
 
 class Log:
@@ -60,18 +63,24 @@ def table_console(stderr: bool = False, file: IO[str] | None = None) -> Console:
 def print_table(table: TextTable, console: Console) -> None:
     """Print a table with its title above and its remarks below."""
     shown = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    # Names fold between words where the terminal is narrow, figures anywhere but get no dots.
-    longest = max((len(word) for row in table.rows for word in row[0].split()), default=1)
+    # Cells fold between words where the terminal is narrow, and no word is ever cut: a figure that
+    # has lost a digit is a wrong figure.
     for number, name in enumerate(table.header):
+        words = (word for cells in (table.header, *table.rows) for word in cells[number].split())
         shown.add_column(
             name,
             justify="right" if number else "left",
             overflow="fold",
-            min_width=None if number else longest,
+            min_width=max(map(len, words), default=1),
         )
     for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
-    console.print(shown)
+    width = console.width
+    if not console.is_terminal:  # then lines may be as long as the table is wide
+        anywhere = console.options.update(max_width=_WIDEST)
+        console.width = max(width, Measurement.get(console, anywhere, shown).maximum)
+    console.print(shown, crop=False)
+    console.width = width
     for note in table.notes:
         console.print(Text(note, style="dim"))
     console.print()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -146,7 +147,11 @@ class _Window:
         return UsageError("profile", str(self.path), _LEGAL, f"Character {place:,}: {reason}.")
 
     def _more(self) -> bool:
-        chunk = self.file.read(_CHUNK)
+        try:
+            chunk = self.file.read(_CHUNK)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            legal = "a whole gzip file, or the trace without .gz"
+            raise UsageError("profile", str(self.path), legal, f"{error}.") from None
         if not chunk:
             return False
         self.before += self.at

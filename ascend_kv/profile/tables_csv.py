@@ -75,6 +75,8 @@ def read_kernels(path: Path, source: str, steps: Steps, remarks: Remarks) -> Ite
             remarks.add(f"{path.name} has no column {_NAMES[lost][0]!r}: {consequence}.")
     counters = columns.ending(_COUNTERS)
     for row in rows:
+        if columns.breaks_off(row, remarks):
+            continue
         duration = to_nanoseconds(columns.cell(row, "duration"))
         if duration is None:
             remarks.add(f"{{n}} rows of {path.name} have no duration and were left out.")
@@ -107,6 +109,8 @@ def read_statistic(path: Path, source: str, remarks: Remarks) -> Iterator[Statis
     rows = _rows(path)
     columns = _Columns(path, next(rows, []), ("type", "total"), remarks)
     for row in rows:
+        if columns.breaks_off(row, remarks):
+            continue
         total = to_nanoseconds(columns.cell(row, "total"))
         if total is None:
             remarks.add(f"{{n}} rows of {path.name} have no total time and were left out.")
@@ -168,6 +172,13 @@ class _Columns:
             return ""
         text = row[place].strip(" \t")
         return "" if text in ("N/A", "NA", "null") else text
+
+    def breaks_off(self, row: Sequence[str], remarks: Remarks) -> bool:
+        """Whether cells are missing: the writer was stopped, and the last figure may be cut."""
+        if len(row) >= len(self.header):
+            return False
+        remarks.add(f"{{n}} rows of {self.path.name} break off and were left out.")
+        return True
 
     def ending(self, names: Sequence[str]) -> list[int]:
         """Places of the columns whose names end so: ``aic_`` or ``aiv_`` may stand before."""
