@@ -83,12 +83,11 @@ def test_every_formula_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "7 times too much",
         "system = 64.00 GiB - 60.96 GiB = 3.04 GiB",
         "KV cache = 64.00 GiB - 3.04 GiB",
-        "57 MB at 128K tokens is 7.3 GB / 128",
-        "865.38 MiB together, 16 times 57 MB",
         "bandwidth = 1.6 T a second",
         "step = layers + tokens + the largest of memory, cube and vector",
     ):
         assert words in text, words
+    assert "57 MB" not in text and "DeepSeek" not in text  # another model's story
 
 
 def test_block_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +136,7 @@ def test_published_rows_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert abs(content["article_third_row"]["predicted"] / 147 - 1) < 0.15
     assert len(content["studies"]) == 9
     text = shown(capsys, *CARD, "--published")
+    assert "/ 128 is 57 MB" in text and "What these layers keep: 0.845 GiB" in text
     assert "this row cannot" not in text and "row cannot be predicted from the table" in text
     for table in published_tables():
         assert "published" in table.title
@@ -153,6 +153,8 @@ def test_a_card_without_a_published_bandwidth(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--cards", "16"], "4 x 4"),
+        (["--formats", "fp8,int8", "--asymmetric"], "--asymmetric: got 'fp8'; legal: formats that"),
+        (["--formats", "int8,k:int8+v:fp8", "--asymmetric"], "--asymmetric: got 'k:int8+v:fp8'"),
         (["--weights", "int3"], "--weights: got 'int3'; legal: auto, float32"),
         (["--memory", "50GiB"], "--memory: got '50.00 GiB'; legal: at most 4"),
         (["--memory-utilization", "1.5"], "--memory-utilization: got 1.5"),

@@ -40,12 +40,13 @@ STEPS = 4
 _LONGEST = 384
 
 
-def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
+def calibrate(model: str | Path, described: str, caches: Sequence[CacheConfig]) -> Calibration:
     """Load a model and measure a cache of each kind.
 
     Args:
         model: as ``LLM`` takes it.
-        caches: the policies to measure.
+        described: the model and its weights in words, as ``PlannedModel.describe`` has them.
+        caches: the policies to measure, without static scales.
 
     Raises:
         UsageError: the model cannot be served, or not with such a cache.
@@ -58,6 +59,7 @@ def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
             "block_size": cache.block_size,
         }
         names = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        assert not any(spec.static for spec in names), "the plan refuses them: no scales are given"
         if any(spec.quantized for spec in names):
             options |= {
                 "granularity": cache.granularity,
@@ -67,7 +69,7 @@ def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
             }
         formats[describe_formats(names)] = measure_costs(loaded, options)
     machine = this_machine("cpu", torch.get_num_threads())
-    return Calibration(machine.label, str(model), formats)
+    return Calibration(machine.label, described, formats)
 
 
 def measure_costs(

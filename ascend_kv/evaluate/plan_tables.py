@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ascend_kv.compressed_layers import DEEPSEEK_V4_FLASH, explain_compression
 from ascend_kv.evaluate.planning import Plan
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import Capacity, describe_formats
@@ -299,6 +300,8 @@ def _claims_table() -> TextTable:
         [
             f"Far: more than {1 / FAR:g} times the roofline. One sequence's cache and one card's "
             "share of the weights at 4 TB/s.",
+            "7.3 GB / 4 is 1.8 GB, and / 128 is 57 MB: as if every layer were of one kind.",
+            *explain_compression(DEEPSEEK_V4_FLASH, 131072).splitlines(),
         ],
     )
 
