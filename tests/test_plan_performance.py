@@ -18,6 +18,7 @@ from ascend_kv.plan.performance import (
     ServedModel,
     StepTime,
     latency,
+    load_of,
     step_time,
 )
 from ascend_kv.plan.published import (
@@ -136,6 +137,17 @@ def test_dequantizing_counts_for_quantized_caches_only() -> None:
     assert vector == pytest.approx(2 * 4 * 28_672 * 8008 / (48 * 256 * 1.85e9))
 
 
+def test_prompts_read_and_dequantize_what_lies_before_them() -> None:
+    """Two chunks of 2 and 6 tokens behind 1,000 and nothing: each reads its own context, once."""
+    load = load_of([(1000, 1002), (0, 6), (499, 500)])
+    assert load == Load(1, 500, 8, 1001 + 1002 + 21, 1002 + 6)
+    model = served(kv_numbers=28_672)
+    read = (500 + 1008 + 9) * 57_344
+    assert model.moved_bytes(load) == model.weight_bytes_read(9) + read
+    vector = step_time(model, load, CARD, PEAK).parts["vector"]
+    assert vector == pytest.approx(2 * 4 * 28_672 * (500 + 1008 + 9) / (48 * 256 * 1.85e9))
+
+
 def test_latency_of_chunks_and_copies() -> None:
     seen: list[Load] = []
 
@@ -148,6 +160,7 @@ def test_latency_of_chunks_and_copies() -> None:
     )
     assert [load.prefill_tokens for load in seen] == [10, 10, 5, 0]
     assert sum(load.prefill_pairs for load in seen) == 25 * 26 // 2
+    assert [load.prefill_context for load in seen] == [10, 20, 25, 0]
     assert seen[-1] == Load(6, 62)
     assert found == (1.5, 0.5, 36.0, "layers")
 

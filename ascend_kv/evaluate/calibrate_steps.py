@@ -28,7 +28,7 @@ from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.llm import LLM
 from ascend_kv.plan.calibration import Calibration, MeasuredStep, StepCosts, fit_steps
 from ascend_kv.plan.capacity import describe_formats
-from ascend_kv.plan.performance import Load
+from ascend_kv.plan.performance import Load, load_of
 
 PROMPTS = (330, 150, 60, 24, 9)
 """Tokens of the prompts that are really computed, side by side, in chunks of ``CHUNK``."""
@@ -134,23 +134,10 @@ class _Watched:
         return getattr(self._model, name)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        self.load = load_of(batch)
+        lengths = zip(batch.query_lengths, batch.kv_lengths, strict=True)
+        self.load = load_of((length - query, length) for query, length in lengths)
         logits: torch.Tensor = self._model.forward(batch)
         return logits
-
-
-def load_of(batch: Batch) -> Load:
-    """What a batch does, as the performance model counts it."""
-    decodes = context = tokens = pairs = 0
-    for query, length in zip(batch.query_lengths, batch.kv_lengths, strict=True):
-        if query == 1:
-            decodes += 1
-            context += length
-        else:
-            tokens += query
-            start = length - query
-            pairs += (length * (length + 1) - start * (start + 1)) // 2
-    return Load(decodes, context, tokens, pairs)
 
 
 class _Bench:

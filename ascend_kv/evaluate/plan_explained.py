@@ -41,13 +41,13 @@ def _token_bytes(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     lines = []
-    for part in plan.policies[0].budget.parts:
+    for part in plan.fullest.budget.parts:
         lines.append(
             f"{part.name} = {part.formula} = {format_bytes(part.bytes)}, between "
             f"{format_bytes(part.low)} and {format_bytes(part.high)}. From: {part.source}."
         )
     if plan.deployment.kv_bytes is None:
-        budget = plan.policies[0].budget
+        budget = plan.fullest.budget
         parts = " - ".join(format_bytes(part.bytes) for part in budget.parts)
         lines.append(
             f"KV cache = {format_bytes(budget.total_bytes)} - {parts} = "

@@ -65,6 +65,33 @@ class Plan(NamedTuple):
     arrivals: list[Arrival]
     calibration: Calibration | None
 
+    @property
+    def fullest(self) -> Policy:
+        """The policy whose parts beside the cache take most: theirs are shown for all."""
+        return max(self.policies, key=lambda each: sum(part.high for part in each.budget.parts))
+
+    def why_no_speed(self, policy: Policy) -> str:
+        """In words, of a policy without clocks."""
+        name = self.deployment.hardware.name
+        if self.deployment.by_references(policy.formats):
+            formats = describe_formats(policy.formats)
+            return f"{formats} has no kernel on a {name}: it is served by references"
+        if name == "cpu":
+            return "add --calibrate, which measures this machine"
+        return f"no bandwidth is published for the {name}"
+
+    def need_speed(self, flag: str) -> None:
+        """Refuse a flag that wants to know how long steps take.
+
+        Raises:
+            UsageError: of a policy nothing says it.
+        """
+        for policy in self.policies:
+            if not policy.clocks:
+                legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
+                hint = f"No speed is predicted: {self.why_no_speed(policy)}."
+                raise UsageError(flag, self.deployment.hardware.name, legal, hint)
+
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Plan what the flags ask for.
@@ -79,7 +106,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     model = find_planned_model(options.model)
     serving = _serving(options, model)
     arrivals = _arrivals(options, serving.max_model_len)
-    device, hardware = get_hardware(options.device)
+    with named_as_flags():
+        device, hardware = get_hardware(options.device)
     geometry = model.geometry
     deployment = Deployment(
         model=model,
