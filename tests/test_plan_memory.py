@@ -45,17 +45,18 @@ def parts(name: str, serving: Serving, parallel: Parallel = Parallel(), weights:
 def test_a_budget_that_vllm_ascend_measured() -> None:
     """Pull request 8289: of 61.27 GiB at 0.9, 1.14 GiB are weights, 0.22 activations, 0.13 outside
     torch, 0.04 graphs, and a cache of 53.46 GiB is advised. 1.14 GiB are Qwen3-0.6B's weights.
+
+    Every measured part lies in the range that the plan gives for it, and so does the cache.
     """
     serving = Serving(2048, 256, 2048, utilization=0.9)
     budget = make_budget(HARDWARE["910B1"], parts("qwen3-0.6b", serving), serving, 1)
     by_name = {part.name: part for part in budget.parts}
-    assert by_name["weights"].bytes / GIB == pytest.approx(1.14, abs=0.04)
-    measured_activations, measured_fixed = 0.22 * GIB, 0.17 * GIB
-    assert by_name["activations"].low < measured_activations * 2
-    assert by_name["activations"].high > measured_activations
-    assert by_name["graph and workspace"].low <= measured_fixed + GIB / 100
-    assert budget.kv_bytes / GIB == pytest.approx(53.46, rel=0.03)
-    assert budget.kv_low < 53.46 * GIB < budget.kv_high * 1.01
+    for name, measured in (
+        ("weights", 1.14), ("activations", 0.22), ("graph and workspace", 0.13 + 0.04)
+    ):  # fmt: skip
+        part = by_name[name]
+        assert part.low <= round(measured * GIB) <= part.high, name
+    assert budget.kv_low < 53.46 * GIB < budget.kv_high
 
 
 def test_parts_and_cache_are_the_whole_card() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -211,3 +213,16 @@ def test_stacks_are_ordered() -> None:
         step_time(served(), load, CARD, costs).seconds for costs, _ in stacks().values()
     )
     assert low < best < high
+
+
+def test_the_recipe_lists_every_study_with_the_rows_that_the_mean_wins() -> None:
+    recipe = Path(__file__).parent.parent / "recipes" / "plan.md"
+    shown = re.findall(
+        r"^\|.*\| (\d+) \|.*\|.*\| (\d+ of \d+) \|$", recipe.read_text(), re.MULTILINE
+    )
+    found = []
+    for study in studies():
+        held = study.held_out()
+        worse = sum(abs(row.error) > abs(row.constant_error) for row in held)
+        found.append((str(len(study.free)), f"{worse} of {len(held)}"))
+    assert shown == found

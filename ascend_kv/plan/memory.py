@@ -72,7 +72,8 @@ def weights_part(parameters: Parameters, weights: WeightFormat, parallel: Parall
         f"{weights.other_bytes:g} B) / {parallel.tensor} + {parameters.norms:,} vectors x "
         f"{weights.other_bytes:g} B"
     )
-    return Part("weights", size, size, round(1.02 * size), formula, f"config; {weights.source}")
+    # 3 %: 1.14 GiB were measured where 1.11 are counted (vllm-ascend pull request 8289)
+    return Part("weights", size, size, round(1.03 * size), formula, f"config; {weights.source}")
 
 
 def activations_part(
