@@ -51,6 +51,7 @@ class Device:
         default_block_size: tokens in a block where the user names no number.
         block_multiples: format name -> what a block size must be a multiple of.
         refused: format name -> why its attention does not read it, where that needs saying.
+        by_references: formats without a kernel: the references, operators in PyTorch, serve them.
         sources: attribute name -> where its figure was read.
     """
 
@@ -65,6 +66,7 @@ class Device:
     sources: Mapping[str, str] = field(repr=False)
     rates: Rates | None = None
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
+    by_references: tuple[str, ...] = ()
 
     def check_block_size(self, block_size: int, format_name: str) -> None:
         """Refuse a block size, or a format, that the device's attention cannot read.
@@ -154,12 +156,12 @@ def _ascend_910b(
     )
 
 
-def _ascend_950() -> Device:
+def _ascend_950(name: str) -> Device:
     # Only what is published is filled in. FP8 is served by the references there, as on a CPU: no
     # kernel of this package was made for a 950.
     assumed = "assumed to be the 910B's: not read for the 950 yet"
     return Device(
-        name="950",
+        name=name,
         memory_bytes=None,
         cube_cores=None,
         vector_cores=None,
@@ -177,6 +179,7 @@ def _ascend_950() -> Device:
             }
         ),
         refused=MappingProxyType({"int4": "there is no INT4 kernel for it"}),
+        by_references=_FP8,
     )
 
 
@@ -208,19 +211,26 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             _ascend_910b("910B3", 64 * _GIB, 20, 40, 1.8e9),
             # its bandwidth was found nowhere but in hearsay, so it has no rates
             _ascend_910b("910B4", 32 * _GIB, 20, 40),
-            _ascend_950(),
+            _ascend_950("950PR"),
+            _ascend_950("950DT"),
+            _ascend_950("950"),  # either of the two
         )
     }
 )
 
 
 def get_device(name: str) -> Device:
-    """The device of that name: "cpu", "910B1" to "910B4" or "950", with or without "Ascend" before.
+    """The device of that name, as in ``DEVICES``, or as CANN has it: "Ascend950PR_9589".
 
     Raises:
         UsageError: an unknown name; lists the known ones.
     """
-    device = DEVICES.get(name.removeprefix("Ascend"))
+    device = DEVICES.get(short_name(name))
     if device is None:
         raise UsageError("device", name, DEVICES)
     return device
+
+
+def short_name(name: str) -> str:
+    """What CANN calls a chip without "Ascend" before and its variant after an underscore."""
+    return name.removeprefix("Ascend").partition("_")[0]

@@ -82,4 +82,11 @@ def test_formats_and_devices_that_are_unknown_are_refused() -> None:
             get_device("910B1").check_block_size(128, format_name)
     with pytest.raises(UsageError) as caught:
         get_device("910B5")
-    assert caught.value.legal == "cpu, 910B1, 910B2, 910B3, 910B4, 950"
+    assert caught.value.legal == "cpu, 910B1, 910B2, 910B3, 910B4, 950PR, 950DT, 950"
+
+
+def test_names_as_cann_reports_them() -> None:
+    assert get_device("Ascend950PR_9589") is get_device("950PR")
+    assert get_device("Ascend950DT_9571").name == "950DT"
+    assert get_device("Ascend910B3") is get_device("910B3")
+    assert get_device("950").formats == get_device("950PR").formats == get_device("950DT").formats

@@ -21,6 +21,7 @@ from ascend_kv.plan.calibration import (
     fit_steps,
     read_calibration,
 )
+from ascend_kv.plan.models import find_planned_model
 from ascend_kv.plan.performance import Load
 
 COSTS = StepCosts((1.0, 2.0, 3.0, 5.0, 6.0, 8.0), 0.1, 0.01, 0.001, 0.25)
@@ -88,11 +89,53 @@ def test_files_of_another_kind(content: str, tmp_path: Path) -> None:
     assert refused(UsageError, read_calibration, tmp_path / "none").field == "--calibration"
 
 
+def write_qwen(path: Path) -> None:
+    described = find_planned_model("qwen2.5-0.5b").describe("bfloat16")
+    Calibration("a processor", described, {"int8/token_head": COSTS}).write(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["qwen2.5-1.5b"], "This one is of qwen2, 24 layers of 896"),
+        (["qwen2.5-0.5b", "--weights", "w8a8"], "weights in bfloat16."),
+        (["qwen2.5-0.5b", "--tensor-parallel", "2"], "--tensor-parallel: got 2; legal: 1 with"),
+    ],
+)
+def test_a_calibration_is_of_one_model(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    write_qwen(path)
+    options = ["--memory", "1GiB", "--formats", "int8", "--calibration", str(path)]
+    assert cli.main(["plan", *arguments, *options]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--formats", "int8", "--granularity", "head", "--scale-type", "static"],
+         "--formats: got 'int8/head/static'; legal: dynamic scales with --calibrate"),
+        (["--formats", "auto,fp8/head/static"], "dynamic scales with --calibrate"),
+        (["--formats", "int8", "--weights", "w8a8"], "--weights: got 'w8a8'; legal: auto or bf"),
+    ],
+)  # fmt: skip
+def test_what_is_not_run_is_not_measured(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is loaded: this one is not even there."""
+    options = ["plan", "qwen2.5-0.5b", "--memory", "1GiB", "--calibrate"]
+    assert cli.main([*options, *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_saved_calibration_plans_speed_without_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
-    Calibration("a processor", "a model", {"int8/token_head": COSTS}).write(path)
+    write_qwen(path)
     arguments = ["plan", "qwen2.5-0.5b", "--memory", "1GiB", "--formats", "int8", "--json"]
     assert cli.main([*arguments, "--calibration", str(path), "--simulate", "--requests", "9"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -115,6 +158,7 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main([*arguments, "--calibrate", "--save-calibration", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     found = read_calibration(path)
+    assert found.model == find_planned_model(model).describe("float32")
     assert list(found.formats) == ["float32", "1 x float32, 2 x int8/token_head"]
     assert all(costs.curve_seconds[1] > 0 for costs in found.formats.values())
     assert all(policy["speed"]["best"]["tpot_seconds"] > 0 for policy in plan["policies"])

@@ -46,7 +46,8 @@ def test_a_card_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["schema"], plan["device"], plan["cards"]) == ("ascend_kv.plan/1", "910B1", 1)
     parts = {part["name"]: part["bytes"] for part in plan["memory"]}
     half, int8 = plan["policies"]
-    assert half["kv_bytes"] + sum(parts.values()) == plan["total_bytes"] == 64 * 2**30
+    assert int8["kv_bytes"] + sum(parts.values()) == plan["total_bytes"] == 64 * 2**30
+    assert half["kv_bytes"] == int8["kv_bytes"] + parts["loaded prefix"]
     blocks = half["kv_bytes"] // (128 * 57_344)
     assert half["paged"]["num_blocks"] == blocks
     assert half["paged"]["sequences_full_length"] == blocks // 32
@@ -83,12 +84,11 @@ def test_every_formula_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "7 times too much",
         "system = 64.00 GiB - 60.96 GiB = 3.04 GiB",
         "KV cache = 64.00 GiB - 3.04 GiB",
-        "57 MB at 128K tokens is 7.3 GB / 128",
-        "865.38 MiB together, 16 times 57 MB",
         "bandwidth = 1.6 T a second",
         "step = layers + tokens + the largest of memory, cube and vector",
     ):
         assert words in text, words
+    assert "57 MB" not in text and "DeepSeek" not in text  # another model's story
 
 
 def test_block_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +137,44 @@ def test_published_rows_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert abs(content["article_third_row"]["predicted"] / 147 - 1) < 0.15
     assert len(content["studies"]) == 9
     text = shown(capsys, *CARD, "--published")
+    assert "/ 128 is 57 MB" in text and "What these layers keep: 0.845 GiB" in text
     assert "this row cannot" not in text and "row cannot be predicted from the table" in text
     for table in published_tables():
         assert "published" in table.title
         assert all(len(row) == len(table.header) for row in table.rows), table.title
+
+
+def test_the_parts_shown_are_one_policys_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the policy that needs most, wherever it stands."""
+    for formats in ("float16,int8", "int8,float16"):
+        plan = run_json(capsys, *CARD, "--formats", formats)
+        parts = {part["name"]: part for part in plan["memory"]}
+        assert parts["loaded prefix"]["bytes"] == 2 * 4 * 8192 * 128 * 2
+        text = shown(capsys, *CARD, "--formats", formats, "--explain")
+        assert "loaded prefix │ 16.00 MiB" in text or "loaded prefix 16.00 MiB" in text
+        assert "loaded prefix = 2 x 4 heads x 8,192 tokens x 128 x 2 B" in text
+        assert "Parts and total with int8/token_head" in text
+    assert "Parts and total with" not in shown(capsys, *CARD, "--formats", "float16")
+
+
+def test_no_speed_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "qwen2.5-7b", "--device", "950PR", "--formats"]
+    half, fp8, mixed = run_json(capsys, *arguments, "float16,fp8,k:int8+v:fp8")["policies"]
+    assert half["speed"] and fp8["speed"] == mixed["speed"] == {}
+    text = shown(capsys, *arguments, "float16,fp8")
+    assert "no kernel: served by references" in text
+    assert "Dequantizing is not counted: the 950PR's vector rate is not known" in text
+    reason = "fp8_e4m3/token_head has no kernel on a 950PR: it is served by references"
+    assert f"No speed is predicted: {reason}" in shown(capsys, *arguments, "fp8")
+    assert cli.main([*arguments, "float16,fp8", "--simulate", "1"]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert "Dequantizing is not counted" not in shown(capsys, *CARD)
+
+
+def test_950_alone_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "qwen2.5-7b", "--device", "Ascend950", "--memory", "4GiB"]
+    assert run_json(capsys, *arguments)["policies"][0]["speed"] == {}
+    assert "no bandwidth is published for the 950" in shown(capsys, *arguments)
 
 
 def test_a_card_without_a_published_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,11 +187,14 @@ def test_a_card_without_a_published_bandwidth(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--cards", "16"], "4 x 4"),
+        (["--formats", "fp8,int8", "--asymmetric"], "--asymmetric: got 'fp8'; legal: formats that"),
+        (["--formats", "int8,k:int8+v:fp8", "--asymmetric"], "--asymmetric: got 'k:int8+v:fp8'"),
         (["--weights", "int3"], "--weights: got 'int3'; legal: auto, float32"),
         (["--memory", "50GiB"], "--memory: got '50.00 GiB'; legal: at most 4"),
         (["--memory-utilization", "1.5"], "--memory-utilization: got 1.5"),
         (["--memory-utilization", "0.2"], "does not fit"),
-        (["--device", "950"], "950PR or 950DT"),
+        (["--device", "950"], "Two cards are called 950: 950PR and 950DT."),
+        (["--device", "A3-die"], "--device: got 'A3-die'; legal: cpu, 910B1"),
         (["--max-model-len", "40000"], "--max-model-len: got 40000; legal: 2 to 32768"),
         (["--max-num-seqs", "0"], "--max-num-seqs: got 0"),
         (["--max-num-seqs", "600"], "--max-num-batched-tokens: got 512; legal: 600 or more"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from ascend_kv.plan.performance import (
     ServedModel,
     StepTime,
     latency,
+    load_of,
     step_time,
 )
 from ascend_kv.plan.published import (
@@ -136,6 +139,17 @@ def test_dequantizing_counts_for_quantized_caches_only() -> None:
     assert vector == pytest.approx(2 * 4 * 28_672 * 8008 / (48 * 256 * 1.85e9))
 
 
+def test_prompts_read_and_dequantize_what_lies_before_them() -> None:
+    """Two chunks of 2 and 6 tokens behind 1,000 and nothing: each reads its own context, once."""
+    load = load_of([(1000, 1002), (0, 6), (499, 500)])
+    assert load == Load(1, 500, 8, 1001 + 1002 + 21, 1002 + 6)
+    model = served(kv_numbers=28_672)
+    read = (500 + 1008 + 9) * 57_344
+    assert model.moved_bytes(load) == model.weight_bytes_read(9) + read
+    vector = step_time(model, load, CARD, PEAK).parts["vector"]
+    assert vector == pytest.approx(2 * 4 * 28_672 * (500 + 1008 + 9) / (48 * 256 * 1.85e9))
+
+
 def test_latency_of_chunks_and_copies() -> None:
     seen: list[Load] = []
 
@@ -148,6 +162,7 @@ def test_latency_of_chunks_and_copies() -> None:
     )
     assert [load.prefill_tokens for load in seen] == [10, 10, 5, 0]
     assert sum(load.prefill_pairs for load in seen) == 25 * 26 // 2
+    assert [load.prefill_context for load in seen] == [10, 20, 25, 0]
     assert seen[-1] == Load(6, 62)
     assert found == (1.5, 0.5, 36.0, "layers")
 
@@ -198,3 +213,16 @@ def test_stacks_are_ordered() -> None:
         step_time(served(), load, CARD, costs).seconds for costs, _ in stacks().values()
     )
     assert low < best < high
+
+
+def test_the_recipe_lists_every_study_with_the_rows_that_the_mean_wins() -> None:
+    recipe = Path(__file__).parent.parent / "recipes" / "plan.md"
+    shown = re.findall(
+        r"^\|.*\| (\d+) \|.*\|.*\| (\d+ of \d+) \|$", recipe.read_text(), re.MULTILINE
+    )
+    found = []
+    for study in studies():
+        held = study.held_out()
+        worse = sum(abs(row.error) > abs(row.constant_error) for row in held)
+        found.append((str(len(study.free)), f"{worse} of {len(held)}"))
+    assert shown == found

@@ -95,7 +95,7 @@ def test_what_attention_reads_is_counted() -> None:
 
     simulate([Arrival(0, 7, 2)], PagedTables(9, 4), SchedulerConfig(32, 4, 4), watch)
     # tokens 0-3 attend to 1 + 2 + 3 + 4, tokens 4-6 to 5 + 6 + 7, then one token to 8
-    assert seen == [Load(0, 0, 4, 10), Load(0, 0, 3, 18), Load(1, 8, 0, 0)]
+    assert seen == [Load(0, 0, 4, 10, 4), Load(0, 0, 3, 18, 7), Load(1, 8)]
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:

@@ -28,7 +28,7 @@ from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.llm import LLM
 from ascend_kv.plan.calibration import Calibration, MeasuredStep, StepCosts, fit_steps
 from ascend_kv.plan.capacity import describe_formats
-from ascend_kv.plan.performance import Load
+from ascend_kv.plan.performance import Load, load_of
 
 PROMPTS = (330, 150, 60, 24, 9)
 """Tokens of the prompts that are really computed, side by side, in chunks of ``CHUNK``."""
@@ -40,12 +40,13 @@ STEPS = 4
 _LONGEST = 384
 
 
-def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
+def calibrate(model: str | Path, described: str, caches: Sequence[CacheConfig]) -> Calibration:
     """Load a model and measure a cache of each kind.
 
     Args:
         model: as ``LLM`` takes it.
-        caches: the policies to measure.
+        described: the model and its weights in words, as ``PlannedModel.describe`` has them.
+        caches: the policies to measure, without static scales.
 
     Raises:
         UsageError: the model cannot be served, or not with such a cache.
@@ -58,6 +59,7 @@ def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
             "block_size": cache.block_size,
         }
         names = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        assert not any(spec.static for spec in names), "the plan refuses them: no scales are given"
         if any(spec.quantized for spec in names):
             options |= {
                 "granularity": cache.granularity,
@@ -67,7 +69,7 @@ def calibrate(model: str | Path, caches: Sequence[CacheConfig]) -> Calibration:
             }
         formats[describe_formats(names)] = measure_costs(loaded, options)
     machine = this_machine("cpu", torch.get_num_threads())
-    return Calibration(machine.label, str(model), formats)
+    return Calibration(machine.label, described, formats)
 
 
 def measure_costs(
@@ -132,23 +134,10 @@ class _Watched:
         return getattr(self._model, name)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        self.load = load_of(batch)
+        lengths = zip(batch.query_lengths, batch.kv_lengths, strict=True)
+        self.load = load_of((length - query, length) for query, length in lengths)
         logits: torch.Tensor = self._model.forward(batch)
         return logits
-
-
-def load_of(batch: Batch) -> Load:
-    """What a batch does, as the performance model counts it."""
-    decodes = context = tokens = pairs = 0
-    for query, length in zip(batch.query_lengths, batch.kv_lengths, strict=True):
-        if query == 1:
-            decodes += 1
-            context += length
-        else:
-            tokens += query
-            start = length - query
-            pairs += (length * (length + 1) - start * (start + 1)) // 2
-    return Load(decodes, context, tokens, pairs)
 
 
 class _Bench:

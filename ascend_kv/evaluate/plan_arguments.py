@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", default="cpu", help="cpu, 910B1 to 910B4, 950PR or 950DT (cpu)")
+    group.add_argument("--device", default="cpu", help="cpu, 910B1 to 910B4, 950PR, 950DT (cpu)")
     group.add_argument("--cards", type=int, metavar="N", help="tensor x data parallel (1)")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="cards of one copy")
     group.add_argument("--data-parallel", type=int, metavar="N", help="copies of the model")

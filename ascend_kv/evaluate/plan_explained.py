@@ -7,7 +7,6 @@ from ascend_kv.plan.capacity import describe_formats, explain_memory
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.parallel import copies_of_heads, kv_heads_of_rank
 from ascend_kv.plan.performance import Load
-from ascend_kv.plan.published_v4 import v4_cache_bytes
 from ascend_kv.user_values import format_bytes
 
 
@@ -18,7 +17,6 @@ def explain(plan: Plan) -> str:
         ("Memory of a card", _memory(plan)),
         ("Blocks and sequences", [line for p in plan.policies for line in _blocks(plan, p)]),
         ("Time", [line for p in plan.policies for line in _time(plan, p)]),
-        ("What compression can save (DeepSeek-V4, claimed 57 MB)", _compression()),
     ]
     return "\n\n".join("\n".join([f"{title}:", *lines]) for title, lines in sections if lines)
 
@@ -43,13 +41,13 @@ def _token_bytes(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     lines = []
-    for part in plan.policies[0].budget.parts:
+    for part in plan.fullest.budget.parts:
         lines.append(
             f"{part.name} = {part.formula} = {format_bytes(part.bytes)}, between "
             f"{format_bytes(part.low)} and {format_bytes(part.high)}. From: {part.source}."
         )
     if plan.deployment.kv_bytes is None:
-        budget = plan.policies[0].budget
+        budget = plan.fullest.budget
         parts = " - ".join(format_bytes(part.bytes) for part in budget.parts)
         lines.append(
             f"KV cache = {format_bytes(budget.total_bytes)} - {parts} = "
@@ -106,19 +104,3 @@ def _time(plan: Plan, policy: Policy) -> list[str]:
             "largest of memory, cube and vector + collectives."
         )
     return lines
-
-
-def _compression() -> list[str]:
-    tokens = 131072
-    flash = v4_cache_bytes("deepseek-v4-flash", tokens)
-    total = sum(flash.values())
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in flash.items())
-    return [
-        "57 MB at 128K tokens is 7.3 GB / 128, and 1.8 GB is 7.3 GB / 4: as if every layer were "
-        "heavily compressed, or every layer sparse. DeepSeek-V4 Flash has 2 layers of window "
-        "alone, 21 of CSA (4 x) and 20 of HCA (128 x), and every layer keeps a window of 128.",
-        f"What it keeps for {tokens:,} tokens in bfloat16: {parts}: {format_bytes(total)} "
-        f"together, {total / 57e6:.0f} times 57 MB.",
-        "7.3 GB for full attention is not its own cache either: 43 layers x 131,072 x 512 numbers "
-        f"x 2 bytes are {format_bytes(43 * tokens * 512 * 2)} with one key that is the value too.",
-    ]

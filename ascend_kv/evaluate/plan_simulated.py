@@ -41,13 +41,8 @@ def simulate_plan(plan: Plan, block_sizes: Sequence[int]) -> list[Run]:
     """
     if not block_sizes or min(block_sizes) < 1:
         raise UsageError("--block-sizes", list(block_sizes), "numbers of 1 or more with commas")
-    runs = []
-    for policy in plan.policies:
-        if not policy.clocks:
-            legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
-            raise UsageError("--simulate", plan.deployment.hardware.name, legal)
-        runs += [_run(plan, policy, size) for size in block_sizes]
-    return runs
+    plan.need_speed("--simulate")
+    return [_run(plan, policy, size) for policy in plan.policies for size in block_sizes]
 
 
 def _run(plan: Plan, policy: Policy, block_size: int) -> Run:

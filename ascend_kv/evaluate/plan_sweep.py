@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascend_kv.errors import RunError, UsageError
+from ascend_kv.errors import RunError
 from ascend_kv.evaluate.planning import Plan
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import describe_formats
@@ -42,13 +42,11 @@ def sweep(plan: Plan) -> list[Point]:
     Raises:
         UsageError: no speed can be predicted.
     """
+    plan.need_speed("--sweep")
     longest = plan.deployment.serving.max_model_len
     contexts = [longest // 4**power for power in range(4) if longest // 4**power >= 64] or [longest]
     points = []
     for policy in plan.policies:
-        if not policy.clocks:
-            legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
-            raise UsageError("--sweep", plan.deployment.hardware.name, legal)
         for context in sorted(contexts):
             blocks = -(-context // policy.block_size)
             for batch in BATCHES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ascend_kv.compressed_layers import DEEPSEEK_V4_FLASH, explain_compression
 from ascend_kv.evaluate.planning import Plan
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import Capacity, describe_formats
@@ -16,6 +17,7 @@ from ascend_kv.plan.published_v4 import compression_claims
 from ascend_kv.plan.study import FAR, Study
 from ascend_kv.user_values import format_bytes
 
+_NO_KERNEL = "no kernel: served by references"
 LABEL = "predicted: nothing here was run on the device"
 
 
@@ -25,20 +27,14 @@ def plan_tables(plan: Plan) -> list[TextTable]:
     if any(policy.latencies for policy in plan.policies):
         found.append(_speed_table(plan))
     else:
-        found[-1].notes.append(_no_speed(plan))
+        reasons = dict.fromkeys(plan.why_no_speed(policy) for policy in plan.policies)
+        found[-1].notes.append(f"No speed is predicted: {'; '.join(reasons)}.")
     return found
-
-
-def _no_speed(plan: Plan) -> str:
-    hardware = plan.deployment.hardware
-    if hardware.name == "cpu":
-        return "Speed on this machine: add --calibrate, which measures it."
-    return f"No speed is predicted: no bandwidth is published for the {hardware.name}."
 
 
 def _memory_table(plan: Plan) -> TextTable:
     deployment = plan.deployment
-    first = max(plan.policies, key=lambda each: sum(part.high for part in each.budget.parts))
+    first = plan.fullest
     parallel, model = deployment.parallel, deployment.model
     rows: list[tuple[str, ...]] = [
         (part.name, format_bytes(part.bytes), _range(part.low, part.high), part.source)
@@ -61,6 +57,11 @@ def _memory_table(plan: Plan) -> TextTable:
         f"{model.name}: {model.parameters.total / 1e9:.2f} billion weights ({model.source}), "
         f"stored as {deployment.weights.name}.",
     ]
+    if any(policy.budget.parts != first.budget.parts for policy in plan.policies):
+        notes.append(
+            f"Parts and total with {describe_formats(first.formats)}, which needs most beside "
+            "its cache."
+        )
     copies = copies_of_heads(model.geometry, parallel.tensor)
     if copies > 1:
         notes.append(
@@ -135,9 +136,13 @@ def _speed_table(plan: Plan) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for policy in plan.policies:
         each = policy.latencies
+        scheme = f"paged {describe_formats(policy.formats)}"
+        if not each:
+            rows.append((scheme, str(policy.batch), "", "", "", _NO_KERNEL))
+            continue
         rows.append(
             (
-                f"paged {describe_formats(policy.formats)}",
+                scheme,
                 str(policy.batch),
                 _three(each, lambda x: 1e3 * x.ttft_seconds),
                 _three(each, lambda x: 1e3 * x.tpot_seconds),
@@ -151,6 +156,9 @@ def _speed_table(plan: Plan) -> TextTable:
     else:
         low, best, high = (where for _, where in stacks().values())
         source = f"Low as {low}; best as {best}; high as {high}. --published shows them."
+    hardware = plan.deployment.hardware
+    if plan.calibration is None and hardware.vector_bytes_per_second is None:
+        source += f" Dequantizing is not counted: the {hardware.name}'s vector rate is not known."
     return TextTable(
         "Speed of decoding at that batch (predicted: low, best, high)",
         ("scheme", "batch", "TTFT, ms", "TPOT, ms", "tokens/s", "bound by"),
@@ -193,8 +201,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "data_parallel": parallel.data,
         "copies_of_each_kv_head": copies_of_heads(model.geometry, parallel.tensor),
         "serving": vars(deployment.serving),
-        "memory": [part._asdict() for part in plan.policies[0].budget.parts],
-        "total_bytes": plan.policies[0].budget.total_bytes,
+        "memory": [part._asdict() for part in plan.fullest.budget.parts],
+        "total_bytes": plan.fullest.budget.total_bytes,
         "policies": [_policy_json(policy) for policy in plan.policies],
     }
 
@@ -299,6 +307,8 @@ def _claims_table() -> TextTable:
         [
             f"Far: more than {1 / FAR:g} times the roofline. One sequence's cache and one card's "
             "share of the weights at 4 TB/s.",
+            "7.3 GB / 4 is 1.8 GB, and / 128 is 57 MB: as if every layer were of one kind.",
+            *explain_compression(DEEPSEEK_V4_FLASH, 131072).splitlines(),
         ],
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ascend_kv.config import CacheConfig, SchedulerConfig
+from ascend_kv.config import CacheConfig, SchedulerConfig, resolve_formats
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.plan_arguments import whole_numbers
 from ascend_kv.geometry import FORMATS
@@ -65,6 +65,33 @@ class Plan(NamedTuple):
     arrivals: list[Arrival]
     calibration: Calibration | None
 
+    @property
+    def fullest(self) -> Policy:
+        """The policy whose parts beside the cache take most: theirs are shown for all."""
+        return max(self.policies, key=lambda each: sum(part.high for part in each.budget.parts))
+
+    def why_no_speed(self, policy: Policy) -> str:
+        """In words, of a policy without clocks."""
+        name = self.deployment.hardware.name
+        if self.deployment.by_references(policy.formats):
+            formats = describe_formats(policy.formats)
+            return f"{formats} has no kernel on a {name}: it is served by references"
+        if name == "cpu":
+            return "add --calibrate, which measures this machine"
+        return f"no bandwidth is published for the {name}"
+
+    def need_speed(self, flag: str) -> None:
+        """Refuse a flag that wants to know how long steps take.
+
+        Raises:
+            UsageError: of a policy nothing says it.
+        """
+        for policy in self.policies:
+            if not policy.clocks:
+                legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
+                hint = f"No speed is predicted: {self.why_no_speed(policy)}."
+                raise UsageError(flag, self.deployment.hardware.name, legal, hint)
+
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Plan what the flags ask for.
@@ -79,7 +106,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     model = find_planned_model(options.model)
     serving = _serving(options, model)
     arrivals = _arrivals(options, serving.max_model_len)
-    device, hardware = get_hardware(options.device)
+    with named_as_flags():
+        device, hardware = get_hardware(options.device)
     geometry = model.geometry
     deployment = Deployment(
         model=model,
@@ -157,40 +185,70 @@ def _caches(options: argparse.Namespace) -> list[CacheConfig]:
     skipped = whole_numbers(
         options.skip_layers, "--skip-layers", "layer numbers with commas, such as 0,1"
     )
-    with named_as_flags():
-        return [
-            CacheConfig(
-                kv_cache_dtype=name,
-                granularity=options.granularity,
-                symmetric=not options.asymmetric,
-                scale_type=options.scale_type,
-                group_size=options.group_size,
-                kv_cache_dtype_skip_layers=() if name in ("auto", *FORMATS) else skipped,
-                block_size=options.block_size,
-            )
-            for name in (name.strip() for name in options.formats.split(","))
-        ]
+    caches = []
+    for name in (name.strip() for name in options.formats.split(",")):
+        try:
+            with named_as_flags():
+                caches.append(
+                    CacheConfig(
+                        kv_cache_dtype=name,
+                        granularity=options.granularity,
+                        symmetric=not options.asymmetric,
+                        scale_type=options.scale_type,
+                        group_size=options.group_size,
+                        kv_cache_dtype_skip_layers=() if name in ("auto", *FORMATS) else skipped,
+                        block_size=options.block_size,
+                    )
+                )
+        except UsageError as error:
+            if error.field != "symmetric":
+                raise
+            hint = "For one format of several, write it there: --formats fp8,int8/asymmetric."
+            legal = "formats that have zero points, int8 and int4"
+            raise UsageError("--asymmetric", name, legal, hint) from None
+    return caches
 
 
 def _calibration(
     options: argparse.Namespace, deployment: Deployment, caches: Sequence[CacheConfig]
 ) -> Calibration | None:
-    for flag, given in (("--save-calibration", options.save_calibration),):
-        if given is not None and not options.calibrate:
-            raise UsageError(flag, str(given), "together with --calibrate")
+    if options.save_calibration is not None and not options.calibrate:
+        given = str(options.save_calibration)
+        raise UsageError("--save-calibration", given, "together with --calibrate")
     if not options.calibrate and options.calibration is None:
         return None
     flag = "--calibrate" if options.calibrate else "--calibration"
     if deployment.hardware.name != "cpu":
         raise UsageError(flag, options.device, "with --device cpu", "This machine is measured.")
+    model, weights = deployment.model, deployment.weights.name
+    if deployment.parallel.tensor > 1:
+        legal = f"1 with {flag}"
+        hint = "One process is measured, which runs a whole copy."
+        raise UsageError("--tensor-parallel", deployment.parallel.tensor, legal, hint)
+    served = model.describe(weights)
     if options.calibration is not None:
         if options.calibrate:
             raise UsageError("--calibration", str(options.calibration), "without --calibrate")
-        return read_calibration(options.calibration)
+        calibration = read_calibration(options.calibration)
+        if calibration.model != served:
+            legal = f"a calibration of what is planned: {served}"
+            hint = f"This one is of {calibration.model}."
+            raise UsageError("--calibration", str(options.calibration), legal, hint)
+        return calibration
+    if weights != model.geometry.dtype:
+        legal = f"auto or {model.geometry.dtype} with --calibrate"
+        raise UsageError("--weights", weights, legal, "The model runs as it is stored.")
+    for cache in caches:
+        with named_as_flags():
+            formats = resolve_formats(model.geometry, cache, weights)
+        if any(spec.static for spec in formats):
+            hint = "To run static scales takes the scales, and a plan is given none."
+            given = describe_formats(formats)
+            raise UsageError("--formats", given, "dynamic scales with --calibrate", hint)
     # Loads torch and the model: the one part of planning that runs anything.
     from ascend_kv.evaluate.calibrate_steps import calibrate
 
-    calibration = calibrate(options.model, caches)
+    calibration = calibrate(options.model, served, caches)
     if options.save_calibration is not None:
         calibration.write(options.save_calibration)
     return calibration

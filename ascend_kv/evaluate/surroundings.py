@@ -18,7 +18,7 @@ from ascend_kv.evaluate.finding import BROKEN, OK, WARNING, Finding
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
 _HBM_IN_USE = 0.1
-"""Of an NPU's memory; more means that somebody else is on it. An idle 910B shows 5 %."""
+"""Of an NPU's memory; more is taken for somebody else's; assumed: an idle chip keeps less."""
 
 _FIRST_LINE = re.compile(r"^\|\s*(\d+)\s+([\w-]*[A-Za-z][\w-]*)\s*\|\s*(\w+)\s*\|", re.MULTILINE)
 _SECOND_LINE = re.compile(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ascend_kv import ops
+from ascend_kv.devices import short_name
 from ascend_kv.errors import RunError, UsageError
 from ascend_kv.ops import profiler
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
@@ -84,7 +85,7 @@ def device_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
     name: str = _torch_npu().npu.get_device_name()
-    return name.removeprefix("Ascend")
+    return short_name(name)
 
 
 def synchronize(device: str) -> None:

@@ -7,7 +7,6 @@ against the counts that the models' authors publish.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -164,6 +163,12 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
             "Mixtral-8x7B-Instruct-v0.1", 46.7e9, (32, 4096, 32, 8, 14336), 32000,
             {"num_local_experts": 8, "num_experts_per_tok": 2},
         ),
+    }
+)  # fmt: skip
+"""By short name, such as "qwen2.5-7b"."""
+
+DEEPSEEK_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
+    {
         "deepseek-v3.2": _deepseek(
             "DeepSeek-V3.2-Exp", 671e9, "deepseek_v32",
             num_hidden_layers=61, hidden_size=7168, intermediate_size=18432,
@@ -185,20 +190,18 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By short name, such as "qwen2.5-7b"."""
+"""What published measurements ran. Their caches are of other kinds: they are not planned."""
 
-_SUFFIX = re.compile(r"-(instruct|base|it|hf|chat|v0\.[13]|2501|2507|exp)(?=-|$)")
+_REPOSITORIES = {
+    builtin.source.removeprefix("config.json of ").lower(): name
+    for name, builtin in BUILTIN_MODELS.items()
+}
 
 
 def find_builtin(model: str) -> str | None:
-    """The short name of a built-in model, from that name or a hub id; None for others.
+    """The short name of a built-in model, from that name or its own hub id; None for others.
 
-    A hub id is known by what comes after its owner, with and without suffixes such as
-    ``-Instruct``, since they do not change the architecture.
+    Only the repository that a configuration was read from: its siblings (base models, other
+    versions) may have other positions or windows.
     """
-    owner, _, name = model.rpartition("/")
-    short = _SUFFIX.sub("", name.lower()).replace("meta-llama-", "llama-")
-    if short not in BUILTIN_MODELS:
-        return None
-    known = BUILTIN_MODELS[short].source.removeprefix("config.json of ").partition("/")[0]
-    return short if not owner or owner.lower() == known.lower() else None
+    return model.lower() if model.lower() in BUILTIN_MODELS else _REPOSITORIES.get(model.lower())

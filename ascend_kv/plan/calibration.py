@@ -111,7 +111,7 @@ class Calibration:
 
     Attributes:
         machine: in words.
-        model: what ran.
+        model: what ran, as ``PlannedModel.describe`` has it.
         formats: cache format -> its costs.
     """
 

@@ -18,6 +18,7 @@ from ascend_kv.plan.memory import (
     Serving,
     activations_part,
     fixed_parts,
+    loaded_prefix_part,
     make_budget,
     score_bias_part,
     weights_part,
@@ -88,6 +89,7 @@ class Deployment:
                 model.geometry, model.parameters, serving, parallel, self.element_bytes
             ),
             score_bias_part(model.geometry, formats, serving, parallel),
+            loaded_prefix_part(self.geometry, formats, serving, self.hardware, self.element_bytes),
         ]
 
     def budget(self, formats: Sequence[LayerFormat], block_size: int) -> Budget:
@@ -100,7 +102,8 @@ class Deployment:
         if self.hardware.memory_bytes is None:
             if self.kv_bytes is None:
                 legal = "a KV budget such as 90MB or 1.5GiB, or a --device whose memory is known"
-                raise UsageError("--memory", None, legal)
+                hint = "Two cards are called 950: 950PR and 950DT." * (self.device.name == "950")
+                raise UsageError("--memory", None, legal, hint)
             total = self.kv_bytes + sum(part.bytes for part in parts)
             return Budget(parts, self.kv_bytes, self.kv_bytes, self.kv_bytes, total)
         longest = self.serving.max_model_len
@@ -119,12 +122,16 @@ class Deployment:
             )
         return budget._replace(kv_bytes=self.kv_bytes, kv_low=self.kv_bytes, kv_high=self.kv_bytes)
 
+    def by_references(self, formats: Sequence[LayerFormat]) -> bool:
+        """Whether the device lacks a kernel for one: how fast a reference is, nothing says."""
+        sides = (side.name for spec in formats for side in (spec.key, spec.value))
+        return any(name in self.device.by_references for name in sides)
+
     def served_model(self, formats: Sequence[LayerFormat]) -> ServedModel:
         """What one card works on in a step."""
         geometry = self.geometry
-        numbers = sum(
-            2 * geometry.num_kv_heads * geometry.head_dim for spec in formats if spec.quantized
-        )
+        quantized = sum(side.quantized for spec in formats for side in (spec.key, spec.value))
+        numbers = quantized * geometry.num_kv_heads * geometry.head_dim
         return ServedModel(
             layers=geometry.num_layers,
             parameters=self.model.parameters,
@@ -142,10 +149,10 @@ ClockMaker = Callable[[Deployment, Sequence[LayerFormat]], Mapping[str, Clock]]
 
 
 def roofline_clocks(costs: Mapping[str, Costs]) -> ClockMaker:
-    """Clocks from a card's published rates; none where it has none."""
+    """Clocks from a card's published rates; none where it has none, or no kernel for a format."""
 
     def make(deployment: Deployment, formats: Sequence[LayerFormat]) -> Mapping[str, Clock]:
-        if not has_rates(deployment.hardware):
+        if not has_rates(deployment.hardware) or deployment.by_references(formats):
             return {}
         model = deployment.served_model(formats)
         return {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ascend_kv.devices import DEVICES, Device, get_device
-from ascend_kv.errors import UsageError
 
 _GIB = 2**30
 
@@ -51,8 +50,8 @@ _SHARED_SOURCES = {
     "Ascend C guide, SIMD overview, and CANN runtime, platform_config",
     "vector_bytes_per_second": "vector cores x 256 bytes a cycle x frequency, as in devices",
     "host_bytes_per_second": "PCIe 4.0 x16: 16 GT/s x 16 lanes x 128/130 (PCI-SIG); not measured",
-    "link_bytes_per_second": "HCCS on A2, about 56 GB/s: cann-recipes-infer, "
-    ".agents/skills/model-infer-parallel-analysis",
+    "link_bytes_per_second": "assumed: 56 GB/s over HCCS on A2, which a working note in "
+    "cann-recipes-infer has without a source (.agents/skills/model-infer-parallel-analysis)",
 }
 _SEEN_64 = (
     "60.96 GiB: what PyTorch calls the total capacity of a 64 GiB card in vllm-ascend issues 1127 "
@@ -113,6 +112,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         "cpu": Hardware("cpu"),
         **{name: _of_910b(DEVICES[name]) for name in ("910B1", "910B2", "910B3", "910B4")},
+        "950": Hardware("950"),  # stands for two cards: no figures
         "950PR": _announced_950("950PR", 128, 1.6e12, 0.5e15),
         "950DT": _announced_950("950DT", 144, 4.0e12, 0.5e15),
         "A3-die": Hardware(
@@ -129,19 +129,12 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     }
 )
 
-PLANNED = tuple(name for name in HARDWARE if name != "A3-die")
-"""What ``--device`` takes."""
-
 
 def get_hardware(name: str) -> tuple[Device, Hardware]:
     """The device whose attention decides, and the card's figures.
 
     Raises:
-        UsageError: an unknown name. "950" alone is one: two cards have that name.
+        UsageError: an unknown name.
     """
-    short = name.removeprefix("Ascend")
-    if short not in PLANNED:
-        hint = "Two cards are called 950: name 950PR or 950DT." if short == "950" else ""
-        raise UsageError("--device", name, PLANNED, hint)
-    device = get_device("950" if short.startswith("950") else short)
-    return device, HARDWARE[short]
+    device = get_device(name)
+    return device, HARDWARE[device.name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascend_kv.errors import UsageError
+from ascend_kv.errors import UnsupportedModelError, UsageError
 from ascend_kv.geometry import ModelGeometry, geometry_from_config
 from ascend_kv.model_files import load_config
 from ascend_kv.plan.builtin_models import BUILTIN_MODELS, find_builtin
@@ -30,6 +30,19 @@ class PlannedModel(NamedTuple):
     geometry: ModelGeometry
     parameters: Parameters
     config: Mapping[str, Any]
+
+    def describe(self, weights: str) -> str:
+        """What of a model its speed depends on, whatever it is called and wherever it lies.
+
+        Args:
+            weights: name of the format that its weights are kept in.
+        """
+        geometry = self.geometry
+        return (
+            f"{geometry.model_type}, {geometry.num_layers} layers of {geometry.hidden_size}, "
+            f"{geometry.num_heads} query and {geometry.num_kv_heads} KV heads of "
+            f"{geometry.head_dim}, {self.parameters.total:,} weights in {weights}"
+        )
 
 
 def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
@@ -58,4 +71,8 @@ def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
             hint = f"{error.hint} Built in: {', '.join(BUILTIN_MODELS)}."
             raise type(error)("model", error.given, error.legal, hint.strip()) from error
         source = str(name)
+    if geometry.compressed is not None:
+        hint = "Its layers are compressed: recipes/deepseek_v4.md has their bytes."
+        legal = "a model that keeps every token"
+        raise UnsupportedModelError("model", name, legal, hint)
     return PlannedModel(str(name), source, geometry, count_parameters(config, geometry), config)

@@ -18,7 +18,7 @@ need more than there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ascend_kv.plan.hardware import Hardware
@@ -61,16 +61,43 @@ class Load(NamedTuple):
         decode_context: tokens they attend to, summed.
         prefill_tokens: tokens of prompts.
         prefill_pairs: pairs of a prompt's token and one it attends to, summed.
+        prefill_context: tokens that the chunks' last tokens attend to, summed: what is read once
+            for each chunk.
     """
 
     decodes: int
     decode_context: int
     prefill_tokens: int = 0
     prefill_pairs: int = 0
+    prefill_context: int = 0
 
     @property
     def tokens(self) -> int:
         return self.decodes + self.prefill_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens whose keys and values are read, the step's own included."""
+        return self.decode_context + self.prefill_context
+
+
+def load_of(chunks: Iterable[tuple[int, int]]) -> Load:
+    """What a step does.
+
+    Args:
+        chunks: of each sequence the tokens before and after the step. A chunk of one token counts
+            as a decode, as in the engine's own batch.
+    """
+    decodes = context = tokens = pairs = prefill_context = 0
+    for start, stop in chunks:
+        if stop - start == 1:
+            decodes += 1
+            context += stop
+        else:
+            tokens += stop - start
+            pairs += (stop * (stop + 1) - start * (start + 1)) // 2
+            prefill_context += stop
+    return Load(decodes, context, tokens, pairs, prefill_context)
 
 
 class ServedModel(NamedTuple):
@@ -105,13 +132,10 @@ class ServedModel(NamedTuple):
     def moved_bytes(self, load: Load) -> float:
         """Weights, the cache that is attended to, and the keys and values that are stored.
 
-        A prompt's chunk reads the cache once for all its tokens: its context is the longest it
-        attends to, at most pairs / tokens + tokens / 2.
+        A prompt's chunk reads the cache once for all its tokens.
         """
-        context = float(load.decode_context)
-        if load.prefill_tokens:
-            context += load.prefill_pairs / load.prefill_tokens + load.prefill_tokens / 2
-        return self.weight_bytes_read(load.tokens) + (context + load.tokens) * self.kv_token_bytes
+        tokens = load.context + load.tokens
+        return self.weight_bytes_read(load.tokens) + tokens * self.kv_token_bytes
 
     def operations(self, load: Load) -> float:
         """Multiplications and additions of the matrices and of attention."""
@@ -150,7 +174,7 @@ def step_time(model: ServedModel, load: Load, hardware: Hardware, costs: Costs) 
     rate = hardware.cube_flops * (2 if model.weights.int8_compute else 1)
     vector = 0.0
     if model.kv_numbers and hardware.vector_bytes_per_second:
-        numbers = model.kv_numbers * (load.decode_context + load.tokens)
+        numbers = model.kv_numbers * (load.context + load.tokens)
         vector = 2 * VECTOR_PASSES * numbers / hardware.vector_bytes_per_second
     collectives = 0.0
     if model.tensor > 1:
@@ -223,8 +247,7 @@ def latency(
     ttft, done = 0.0, 0
     while done < prompt_tokens:
         chunk = min(max_num_batched_tokens, prompt_tokens - done)
-        pairs = chunk * done + chunk * (chunk + 1) // 2
-        ttft += clock(Load(0, 0, chunk, pairs)).seconds
+        ttft += clock(load_of([(done, done + chunk)])).seconds
         done += chunk
     step = clock(Load(batch, round(batch * context_tokens)))
     return Latency(ttft, step.seconds, copies * batch / step.seconds, step.bound)

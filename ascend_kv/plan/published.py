@@ -160,9 +160,9 @@ def swap_row() -> SwapRow:
 def stacks() -> dict[str, tuple[Costs, str]]:
     """Costs for predictions, "low", "best" and "high" in seconds, each with where it is from.
 
-    The published stacks are years and an order of magnitude apart. What a deployment will reach
-    lies between the fastest and the slowest of them; the middle is the only serving measurement
-    that names an Atlas A2 and a batch that varies. Matrix rates: 80 % is what an example of the
+    The published stacks span this range: they are years and an order of magnitude apart, and a
+    deployment may lie outside. The middle is the only serving measurement that names an Atlas A2
+    and a batch that varies. Matrix rates: 80 % is what an example of the
     Ascend C guide shows, 35 % what cann-recipes-infer's prefill of DeepSeek-R1 comes to (6,522
     tokens a second and card, 37 billion weights a token, INT8), 20 % is assumed.
     """

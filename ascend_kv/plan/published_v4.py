@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ascend_kv.plan.builtin_models import BUILTIN_MODELS
+from ascend_kv.compressed_layers import layers_from_config
+from ascend_kv.plan.builtin_models import DEEPSEEK_MODELS
 from ascend_kv.plan.fitting import Step
 from ascend_kv.plan.hardware import HARDWARE
 from ascend_kv.plan.parameters import deepseek_attention
@@ -61,39 +62,18 @@ def v4_cache_read(name: str, context: int, entry_bytes: float, index_bytes: floa
     Window and, where there are compressed entries, those an indexer chose (with all of its own
     keys) or, where 128 tokens make an entry, all of them.
     """
-    config = BUILTIN_MODELS[name].config
-    kinds = list(config["layer_types"])
-    sparse, heavy = (kinds.count(f"{kind}_attention") for kind in
-                     ("compressed_sparse", "heavily_compressed"))  # fmt: skip
-    dim = config["head_dim"]
-    window = len(kinds) * min(context, config["sliding_window"]) * dim * entry_bytes
-    chosen = sparse * min(config["index_topk"], context // 4) * dim * entry_bytes
-    index = sparse * context // 4 * config["index_head_dim"] * index_bytes
-    return window + chosen + index + heavy * (context // 128) * dim * entry_bytes
-
-
-def v4_cache_bytes(name: str, context: int) -> dict[str, int]:
-    """What DeepSeek-V4 keeps of one sequence in bfloat16, by kind.
-
-    One key that is the value too; a compressed entry for every 4 or 128 tokens; beside each CSA
-    entry the indexer's own key; a window in every layer.
-    """
-    config = BUILTIN_MODELS[name].config
-    kinds = list(config["layer_types"])
-    sparse = kinds.count("compressed_sparse_attention")
-    heavy = kinds.count("heavily_compressed_attention")
-    dim, index_dim = config["head_dim"], config["index_head_dim"]
-    return {
-        "windows": len(kinds) * min(context, config["sliding_window"]) * dim * 2,
-        "CSA entries": sparse * (context // 4) * dim * 2,
-        "indexer keys": sparse * (context // 4) * index_dim * 2,
-        "HCA entries": heavy * (context // 128) * dim * 2,
-    }
+    layers = layers_from_config(DEEPSEEK_MODELS[name].config)
+    sparse, heavy, dim = layers.count("csa"), layers.count("hca"), layers.head_dim
+    keys = context // layers.csa_ratio
+    window = len(layers.kinds) * min(context, layers.window_tokens) * dim * entry_bytes
+    chosen = sparse * min(layers.index_topk, keys) * dim * entry_bytes
+    index = sparse * keys * layers.index_dim * index_bytes
+    return window + chosen + index + heavy * (context // layers.hca_ratio) * dim * entry_bytes
 
 
 def _v4_study(name: str, label: str, rows: Sequence[_V4Row]) -> Study:
     """Rows of one model in one weight format; A3 rows are INT8 on cards of two dies."""
-    config = BUILTIN_MODELS[name].config
+    config = DEEPSEEK_MODELS[name].config
     a3 = "A3" in label
     dies, bits, expert_bits = (2, 8.0, 8.0) if a3 else (1, 8.25, 4.25)
     bandwidth = HARDWARE["A3-die" if a3 else "950DT"].hbm_bytes_per_second or 0.0
@@ -141,7 +121,7 @@ def _v4_study(name: str, label: str, rows: Sequence[_V4Row]) -> Study:
 
 def _v4_parameters(name: str) -> tuple[int, int, int, float]:
     """Attention and shared, output, routed weights, and the share of experts a token takes."""
-    config = BUILTIN_MODELS[name].config
+    config = DEEPSEEK_MODELS[name].config
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     expert = 3 * hidden * config["moe_intermediate_size"]
     experts = config["n_routed_experts"]

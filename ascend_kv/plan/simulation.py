@@ -15,7 +15,7 @@ from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.request import Request, Status
 from ascend_kv.engine.scheduler import Scheduler, Work
-from ascend_kv.plan.performance import Clock, Load
+from ascend_kv.plan.performance import Clock, load_of
 from ascend_kv.plan.traces import Arrival
 
 PERCENTILES = (50, 90, 99)
@@ -145,7 +145,7 @@ class _Simulator:
         self._recomputed_tokens += sum(computed[request.key] for request in schedule.preempted)
         for request, start, stop in schedule.work:
             self._tables.write(request.key, start, stop)
-        seconds = self._clock(_load(schedule.work)).seconds
+        seconds = self._clock(load_of((item.start, item.stop) for item in schedule.work)).seconds
         self._now += seconds
         self._record(seconds)
         return sum(self._finish(item) for item in schedule.work)
@@ -198,16 +198,3 @@ class _Simulator:
             tpot=percentiles(self._tpot),
             latency=percentiles(self._latency),
         )
-
-
-def _load(work: Sequence[Work]) -> Load:
-    """What a step does. A chunk of one token counts as a decode, as in the engine's own batch."""
-    decodes = context = tokens = pairs = 0
-    for _, start, stop in work:
-        if stop - start == 1:
-            decodes += 1
-            context += stop
-        else:
-            tokens += stop - start
-            pairs += (stop * (stop + 1) - start * (start + 1)) // 2
-    return Load(decodes, context, tokens, pairs)

@@ -67,12 +67,17 @@ def test_torch_npu_without_an_npu_says_so(
     ]
 
 
-def test_an_npu_is_found_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reported", "known"), [("Ascend910B3", "910B3"), ("Ascend950PR_9589", "950PR")]
+)
+def test_an_npu_is_found_named_and_measured(
+    reported: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited = []
     fake_npu(
         monkeypatch,
         is_available=lambda: True,
-        get_device_name=lambda: "Ascend910B3",
+        get_device_name=lambda: reported,
         mem_get_info=lambda: (30, 64),
         memory_reserved=lambda: 9,
         memory_allocated=lambda: 5,
@@ -80,7 +85,7 @@ def test_an_npu_is_found_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert platform.find_device() == "npu"
     platform.check_device("npu")
-    assert platform.device_name("npu") == get_device("910B3").name == "910B3"
+    assert platform.device_name("npu") == get_device(known).name == known
     assert (platform.free_memory_bytes("npu"), platform.total_memory_bytes("npu")) == (34, 64)
     platform.synchronize("npu")
     assert waited == [True]
