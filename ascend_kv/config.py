@@ -329,7 +329,13 @@ def resolve_compressed_formats(cache: CacheConfig, model_dtype: str) -> Compress
     def resolve(given: KVCacheDtype) -> str:
         if not isinstance(given, str):
             raise UsageError("kv_cache_dtype", given, (model_dtype, "int8"), "A key is the value.")
-        return model_dtype if given == "auto" else format_spec(given).name
+        if given == "auto":
+            return model_dtype
+        spec = format_spec(given)
+        if spec != format_spec(spec.name):
+            hint = "Each INT8 entry has one symmetric scale of its own."
+            raise UsageError("kv_cache_dtype", given, (model_dtype, "int8"), hint)
+        return spec.name
 
     entries, keys = resolve(cache.kv_cache_dtype), resolve(cache.indexer_cache_dtype)
     return CompressedFormats(format_spec(model_dtype).name, entries, keys).check()
@@ -365,10 +371,18 @@ def resolve_block_size(cache: CacheConfig, device: Device, formats: Sequence[Lay
         UsageError: the device does not read blocks of that size, or one of the formats.
     """
     block_size = device.default_block_size if cache.block_size is None else cache.block_size
-    sides = [side for spec in formats for side in (spec.key, spec.value)]
-    for name in dict.fromkeys(side.name for side in sides):
-        device.check_block_size(block_size, name)
+    check_block_size(device, block_size, formats)
     return block_size
+
+
+def check_block_size(device: Device, block_size: int, formats: Sequence[LayerFormat]) -> None:
+    """Refuse blocks of that many tokens, or a format, that the device does not read.
+
+    Raises:
+        UsageError: as ``Device.check_block_size``.
+    """
+    for name in dict.fromkeys(side.name for spec in formats for side in (spec.key, spec.value)):
+        device.check_block_size(block_size, name)
 
 
 def plan_blocks(

@@ -207,14 +207,14 @@ def layer_format(given: str | Mapping[str, Any], **defaults: Any) -> LayerFormat
 
 def _sides(given: str | Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Names by "k" and "v"; None where one name stands for both."""
-    sides: Mapping[str, Any]
     if isinstance(given, Mapping):
-        sides = given
+        pairs = list(given.items())
     elif isinstance(given, str) and ":" in given:
-        sides = dict(part.strip().partition(":")[::2] for part in given.split("+"))
+        pairs = [part.strip().partition(":")[::2] for part in given.split("+")]
     else:
         return None
-    if set(sides) != {"k", "v"} or not all(isinstance(name, str) for name in sides.values()):
+    sides, two = dict(pairs), len(pairs) == 2  # the last of one side's names must not win
+    if not two or set(sides) != {"k", "v"} or not all(isinstance(x, str) for x in sides.values()):
         shown = given if isinstance(given, str) else dict(given)
         raise UsageError(_FIELD, shown, 'one name, "k:int8+v:int4", or {"k": "int8", "v": "int4"}')
     return sides

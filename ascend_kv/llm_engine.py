@@ -246,7 +246,8 @@ class LLMEngine:
         """Tables, cache and model of layers that keep entries of many tokens."""
         formats = resolve_compressed_formats(config, self.weights.dtype)
         device = get_device(platform.device_name(self.device))
-        self.block_size = resolve_block_size(config, device, [format_spec(formats.entries)])
+        kept = [format_spec(name) for name in formats]
+        self.block_size = resolve_block_size(config, device, kept)
         self.tables, self.cache, self.model = make_compressed_cache(
             self.weights,
             formats,

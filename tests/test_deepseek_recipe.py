@@ -7,12 +7,17 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from deepseek_models import make_deepseek
+from deepseek_runs import FLOAT32
 
+from ascend_kv import ops
 from ascend_kv.errors import UsageError
+from ascend_kv.evaluate import deepseek_decode
 from ascend_kv.evaluate.console import Log, table_console
 from ascend_kv.evaluate.deepseek_decode import time_decode
 from ascend_kv.evaluate.deepseek_recipe import (
@@ -21,6 +26,7 @@ from ascend_kv.evaluate.deepseek_recipe import (
     load_deepseek_recipe,
     run_deepseek,
 )
+from ascend_kv.integrations.deepseek_v4_step import CompressedStep
 from ascend_kv.integrations.loading import load_model
 from ascend_kv.integrations.random_deepseek import make_random_deepseek
 
@@ -109,12 +115,33 @@ def test_files_that_are_no_recipes_end_with_code_2(
 
 def test_a_layer_that_the_model_has_not_got_is_not_timed(tmp_path: Path) -> None:
     loaded = load_model(make_random_deepseek(tmp_path, ["window", "csa"]))
-    from ascend_kv.compressed_layers import CompressedFormats
-
-    formats = CompressedFormats("float32", "float32", "float32")
     for kind, context in (("hca", 1000), ("csa", 3), ("csa", 10**7)):
         with pytest.raises(UsageError):
-            time_decode(loaded, kind, formats, context, 5)
+            time_decode(loaded, kind, FLOAT32, context, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "seconds"),
+    [("csa", 3, 1 + 2 * 1000 / 4), ("csa", 5, 1 + 2 * 1000 / 4), ("hca", 3, 1 + 1000 / 128)],
+)
+def test_a_steps_time_has_its_share_of_compressing_and_its_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, seconds: float
+) -> None:
+    """On a clock by which planning takes 1 s and compressing, entries or indexer keys, 1000 s."""
+    clock = [0.0]
+
+    def slow(call: Any, takes: float) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
+            clock[0] += takes
+            return call(*args, **options)
+
+        return timed
+
+    monkeypatch.setattr(deepseek_decode, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(deepseek_decode, "CompressedStep", slow(CompressedStep, 1))
+    monkeypatch.setattr(ops, "hca_compress", slow(ops.hca_compress, 1000))
+    loaded = load_model(make_deepseek(tmp_path, kind))
+    assert time_decode(loaded, kind, FLOAT32, 300, steps).seconds == pytest.approx(seconds)
 
 
 def test_the_script_is_sound() -> None:

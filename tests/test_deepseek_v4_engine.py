@@ -15,6 +15,7 @@ from ascend_kv.errors import UnsupportedModelError
 from ascend_kv.geometry import FORMATS
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.model_files import load_geometry
+from ascend_kv.ops import platform
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LENGTHS = [3, 140, 61, 29, 126, 8]
@@ -124,6 +125,8 @@ def test_a_request_longer_than_the_cache_is_refused(loaded: LoadedModel) -> None
         ("pair_scaling", {"pair_scaling": True}),
         ("key_offset_layers", {"key_offset_layers": "all"}),
         ("kv_cache_dtype", {"kv_cache_dtype": "float16"}),
+        ("kv_cache_dtype", {"kv_cache_dtype": "int8/group32/asymmetric"}),
+        ("kv_cache_dtype", {"kv_cache_dtype": "int8/head/static"}),
         ("indexer_cache_dtype", {"indexer_cache_dtype": "bfloat16"}),
         ("indexer_cache_dtype", {"indexer_cache_dtype": "int4"}),
         ("kv_cache_memory_bytes", {"kv_cache_memory_bytes": "1KiB"}),
@@ -135,6 +138,32 @@ def test_settings_that_have_no_meaning_are_refused(
     with pytest.raises(UsageError) as error:
         make(loaded, **options)
     assert error.value.field == field
+
+
+def test_words_that_say_what_int8_is_anyway(loaded: LoadedModel) -> None:
+    cache = make(loaded, kv_cache_dtype="int8/token_head/symmetric").cache
+    assert isinstance(cache, CompressedKVCache) and cache.formats.entries == "int8"
+
+
+@pytest.mark.parametrize("int8", [{}, {"kv_cache_dtype": "int8", "indexer_cache_dtype": "int8"}])
+def test_a_device_is_asked_for_every_type_of_the_cache(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, int8: dict[str, str]
+) -> None:
+    """The window is kept in the model's type, float32 here, whatever the entries are."""
+    monkeypatch.setattr(platform, "device_name", lambda device: "910B3")
+    with pytest.raises(UsageError) as error:
+        make(loaded, **int8)
+    assert (error.value.field, error.value.given) == ("kv_cache_dtype", "float32")
+
+
+def test_a_device_is_asked_for_the_indexer_keys(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = load_model(checkpoint, "bfloat16")
+    monkeypatch.setattr(platform, "device_name", lambda device: "910B3")
+    assert make(half, block_size=16).block_size == 16
+    with pytest.raises(UsageError, match="For int8 on 910B3"):
+        make(half, block_size=16, indexer_cache_dtype="int8")
 
 
 def test_other_models_have_no_indexer(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_keys_and_values_of_their_own() -> None:
         ("int4_per_token_head/token", "granularity", "token_head with int4_per_token_head"),
         ("k:int8", "kv_cache_dtype", '"k:int8+v:int4"'),
         ("k:int8+w:int4", "kv_cache_dtype", '"k:int8+v:int4"'),
+        ("k:int8+v:int8+v:int4", "kv_cache_dtype", '"k:int8+v:int4"'),
         ({"k": "int8"}, "kv_cache_dtype", '"k:int8+v:int4"'),
         ({"k": "int8", "v": 4}, "kv_cache_dtype", '"k:int8+v:int4"'),
         ("k:int8+v:int4/hadamard", "kv_cache_dtype v", "without hadamard"),

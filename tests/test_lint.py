@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from bench_fixture import RECIPE, write_recipe
+from deepseek_models import make_deepseek
 from safetensors.torch import save_file
 from tiny_models import make_model
 
 from ascend_kv import cli
 from ascend_kv.devices import get_device
-from ascend_kv.evaluate import lint
 from ascend_kv.evaluate.lint import Lint, lint_recipe
 from ascend_kv.evaluate.recipe import load_recipe
 
@@ -172,15 +172,21 @@ def test_sequences_longer_than_the_model(models: dict[str, Path], tmp_path: Path
     assert keys(found) == ["max_model_len"] and found[0].remedy == "at most 256"
 
 
-def test_short_sequences_of_a_model_that_compresses(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_compresses_is_not_for_bench(tmp_path: Path) -> None:
+    (found,) = look(tmp_path, make_deepseek(tmp_path / "model"))
+    assert (found.severity, found.key, found.found) == ("error", "model", "deepseek_v4")
+    assert "compressed layers" in found.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "910B3"])
+def test_keys_and_values_of_two_formats(
+    models: dict[str, Path], tmp_path: Path, device: str
 ) -> None:
-    geometry = lint.load_geometry(models["llama"])
-    monkeypatch.setattr(
-        lint, "load_geometry", lambda _: replace(geometry, model_type="deepseek_v4")
-    )
-    found = look(tmp_path, models["llama"])
-    assert keys(found) == ["max_model_len"] and "not measured here" in found[0].reason
+    schemes = [{"name": "mixed", "kv_cache_dtype": "k:int8+v:int8/asymmetric"}]
+    assert keys(look(tmp_path, models["llama"], device, schemes=schemes), "error") == []
+    bare = {"pair_scaling": False, "key_offset_layers": "none"}
+    found = look(tmp_path, models["qwen2"], device, schemes=schemes, **bare)
+    assert keys(found, "error") == ["pair_scaling"]
 
 
 def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path) -> None:

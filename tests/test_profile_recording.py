@@ -23,20 +23,28 @@ def test_bench_records_a_profile_of_each_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model_with_tokenizer(tmp_path / "model")
-    recipe = write_recipe(tmp_path / "recipe.yaml")
+    formats = {
+        "float16": "float16",
+        "int8": "int8",
+        "int8-asymmetric": "int8/asymmetric",
+        "k-int4-v-fp8": "k:int4+v:fp8",
+    }
+    schemes = [{"name": name, "kv_cache_dtype": name} for name in formats.values()]
+    recipe = write_recipe(tmp_path / "recipe.yaml", schemes=schemes)
     output = tmp_path / "out"
     arguments = ["bench", str(recipe), "--model", str(model), "--device", "cpu", "--quick"]
     assert cli.main([*arguments, "--profile", "--output", str(output), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["complete"]  # the report itself is as ever
     assert "Where a decode step's time went" in printed.err
+    assert "int8/asymmetric: 2 steps" in printed.err
 
     folders = {folder.name: folder for folder in (output / "profile").iterdir()}
-    assert sorted(folders) == ["float16", "int8"]
+    assert sorted(folders) == sorted(formats)
     for name, folder in folders.items():
         content = json.loads((folder / "profile.json").read_text())
         assert content["tasks_on"] == "host" and len(content["steps"]) == 2
-        assert content["workload"]["kv_cache_dtype"] == name
+        assert content["workload"]["kv_cache_dtype"] == formats[name]
         calls = {row["name"]: row["calls"] for row in content["operators"]}
         assert calls["paged_attention"] == calls["kv_cache_store"] == 2 * 3  # steps, layers
         for part in ("attention", "KV operators", "matmul", "host gaps"):

@@ -185,6 +185,23 @@ TRAFFIC = {
              {3: "[28]", 11: "5"}),
         28 * 2 * 2 * (16 + 4 + 16 * 2),
     ),
+    "load, INT4": (
+        "kv_cache_load",
+        task("9,2,4,8;9,2,4,8;1,7;;9,2,4;9,2,4", "uint8;unsigned char;int;;half;half",
+             {3: "[28]", 11: "5"}),
+        28 * 2 * 2 * (8 + 2 + 16 * 2),
+    ),
+    "load, INT4 keys beside FP8 values": (
+        "kv_cache_load",
+        task("9,2,4,8;9,2,4,16;1,7;;9,2,4;9,2,4", "uint8;c10::Float8_e5m2;int;;half;float",
+             {3: "[28]", 11: "5"}),
+        28 * 2 * (8 + 2 + 16 + 4 + 2 * 16 * 2),
+    ),
+    "store, FP8": (
+        "kv_cache_store",
+        task(STORE, INT8.replace("signed char", "c10::Float8_e4m3fn")),
+        5 * 2 * 2 * (16 * 2 + 16 + 4),
+    ),
     "load, to a type not shown": (
         "kv_cache_load",
         task("9,2,4,16;9,2,4,16;1,7", "int8;int8;int", {3: "[28]"}),

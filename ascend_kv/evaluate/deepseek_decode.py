@@ -3,7 +3,9 @@
 The caches are filled with random numbers as if a sequence of that length had run. Beside each
 kind of layer, full attention over every token's key runs in turns with it: the same queries,
 heads and dimensions, ``paged_attention`` over an unquantized paged cache, without storing.
-A layer's time holds storing, compressing, scoring, selecting and both parts of its attention.
+A layer's time is the mean over whole windows of tokens, so it holds its share of compressing, which
+only the last token of a window does; planning the step, storing, scoring, selecting and both parts
+of its attention are in it too. A model plans once for all layers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -37,9 +40,9 @@ class DecodeTime(NamedTuple):
     formats: CompressedFormats
     context_tokens: int
     seconds: float
-    """of the fastest step: others share the machine"""
+    """mean of the steps, which fill whole windows"""
     full_seconds: float
-    """of full attention's fastest step, in the same run"""
+    """mean of full attention's steps, in the same run"""
     cache_bytes: int
     """of the layer's window, entries, indexer keys and state"""
     full_cache_bytes: int
@@ -58,7 +61,14 @@ class DecodeTime(NamedTuple):
 def time_decode(
     loaded: LoadedModel, kind: str, formats: CompressedFormats, context_tokens: int, steps: int
 ) -> DecodeTime:
-    """Time the last ``steps`` tokens of a sequence of ``context_tokens`` in one layer.
+    """Time the last tokens of a sequence of ``context_tokens`` in one layer.
+
+    Args:
+        loaded: a DeepSeek-V4.
+        kind: "csa" or "hca".
+        formats: of its cache.
+        context_tokens: after the last step.
+        steps: how many tokens, rounded up to whole windows (4 tokens in "csa", 128 in "hca").
 
     Raises:
         UsageError: the model has no layer of that kind, or a context shorter than the steps.
@@ -68,6 +78,7 @@ def time_decode(
     if kind not in layers.kinds:
         raise UsageError("kind", kind, layers.kinds)
     longest = loaded.geometry.max_position_tokens
+    steps += -steps % layers.ratio(kind)
     if not steps < context_tokens <= longest:
         raise UsageError("context_tokens", context_tokens, f"more than {steps}, up to {longest}")
     module = loaded.hf_model.base_model.layers[layers.kinds.index(kind)].self_attn
@@ -82,7 +93,7 @@ def time_decode(
     reserved = tables.reserve("a", context_tokens)
     assert reserved, "the cache was made for it"
     first = context_tokens - steps
-    tables.write("a", 0, first)
+    tables.write("a", 0, first - 1)
     dtype = getattr(torch, formats.dtype)
     table = make_rotary_table(loaded.hf_model, context_tokens)
     full = torch.randn((-(-context_tokens // _BLOCK_SIZE), 1, _BLOCK_SIZE, one.head_dim))
@@ -90,22 +101,25 @@ def time_decode(
     every = torch.arange(full.shape[0], dtype=torch.int32)[None]
     times: list[float] = []
     full_times: list[float] = []
-    for position in range(first, context_tokens):
+    for position in range(first - 1, context_tokens):  # the first step warms up
         given = _draw(module, loaded, dtype, table[position])
-        step = CompressedStep(cache, one, _batch(tables, position), table, table.device)
-        times.append(_seconds(lambda given=given, step=step: step.attend(0, given)))  # type: ignore[misc]
+        batch = _batch(tables, position)
+
+        def attend(batch: Batch = batch, given: LayerInput = given) -> None:
+            CompressedStep(cache, one, batch, table, table.device).attend(0, given)
 
         def attend_all(query: Tensor = given.query, length: int = position + 1) -> None:
             scale = module.scaling
             ops.paged_attention(query, full, full, every, [1], [length], scale, sinks=module.sinks)
 
+        times.append(_seconds(attend))
         full_times.append(_seconds(attend_all))
     return DecodeTime(
         kind,
         formats,
         context_tokens,
-        min(times),
-        min(full_times),
+        fmean(times[1:]),
+        fmean(full_times[1:]),
         cache.allocated_bytes,
         context_tokens * one.head_dim * full.element_size(),
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 
 from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.compressed_layers import (
@@ -27,6 +26,7 @@ from ascend_kv.engine.params import SamplingParams
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.deepseek_decode import DecodeTime, time_decode
+from ascend_kv.evaluate.recipe import read_yaml
 from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.random_deepseek import make_random_deepseek
@@ -105,12 +105,7 @@ def load_deepseek_recipe(path: Path) -> DeepseekRecipe:
     Raises:
         UsageError: no such file, not YAML, an unknown key or an illegal value.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError("recipe", str(path), "a YAML file that can be read", reason) from error
-    return from_mapping(DeepseekRecipe, content, str(path))
+    return from_mapping(DeepseekRecipe, read_yaml(path), str(path))
 
 
 def run_deepseek(recipe: DeepseekRecipe, log: Log) -> list[TextTable]:
@@ -254,7 +249,7 @@ def serving_table(recipe: DeepseekRecipe, served: list[Served]) -> TextTable:
 
 
 def time_all(recipe: DeepseekRecipe, loaded: LoadedModel, log: Log) -> list[DecodeTime]:
-    """One decode step at the long context, for every kind of compressed layer and cache."""
+    """Decode steps at the long context, for every kind of compressed layer and cache."""
     own = loaded.dtype
     times = []
     for kind in ("hca", "csa"):
@@ -296,5 +291,9 @@ def decode_table(times: list[DecodeTime]) -> TextTable:
         ("layer", "its attention", "full attention", "times less", "its cache",
          "every token's key", "times smaller"),
         rows,
-        ["Fastest of the steps; full attention ran in turns with the layer, over the same heads."],
+        [
+            "Means over steps that fill whole windows, so that the layer's own part of compressing "
+            "is in them, as is planning the step, which a model does once for all layers.",
+            "Full attention ran in turns with the layer, over the same heads.",
+        ],
     )  # fmt: skip

@@ -66,6 +66,10 @@ def lint_recipe(recipe: BenchRecipe, device: Device, model: str | None) -> list[
             geometry = load_geometry(path)
         except UsageError as error:
             found.append(refused("model", error, "It cannot be served."))
+    if geometry is not None and geometry.compressed is not None:
+        reason = "bench cannot serve compressed layers: its budget counts bytes by the token."
+        remedy = "recipes/deepseek_v4.md, or another model."
+        return [Lint("error", "model", geometry.model_type, reason, remedy)]
     own = "float32" if path and path.suffix == ".gguf" else geometry.dtype if geometry else "auto"
     model_dtype = own if recipe.dtype == "auto" else recipe.dtype
     case = Case(with_real_formats(recipe, model_dtype), device, geometry, path, model_dtype)

@@ -10,7 +10,7 @@ from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.schemes import layer_formats, make_budget
-from ascend_kv.geometry import ModelGeometry, format_spec
+from ascend_kv.geometry import ModelGeometry, layer_format
 from ascend_kv.plan.capacity import Capacity, capacity
 
 Severity = Literal["error", "warning", "note"]
@@ -55,7 +55,7 @@ class Case:
     @property
     def quantized(self) -> list[tuple[str, str]]:
         """The recipe's quantized formats, after the keys that ask for them."""
-        return [x for x in self.recipe.formats() if x[1] != "auto" and format_spec(x[1]).quantized]
+        return [x for x in self.recipe.formats() if x[1] != "auto" and layer_format(x[1]).quantized]
 
     @property
     def mean_tokens(self) -> float:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ascend_kv.config import check_block_size
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.lint_case import Case, Lint, refused
 from ascend_kv.evaluate.recipe import BenchRecipe, name_format
@@ -24,9 +25,7 @@ def look_at_formats(case: Case) -> Iterator[Lint]:
             continue
         try:
             with name_format(key):
-                layer = layer_format(name)
-                for side in (layer.key.name, layer.value.name):
-                    case.device.check_block_size(case.block_size, side)
+                check_block_size(case.device, case.block_size, [layer_format(name)])
         except UsageError as error:
             yield refused(error.field, error, f"The {case.device.name}'s attention refuses it.")
 

@@ -14,7 +14,6 @@ from ascend_kv.user_values import format_bytes
 
 _FULL = 0.9
 """Of a device's memory; graphs, activations and workspaces need the rest."""
-_SHORT_TOKENS = 4096
 
 
 def look_at_attention(case: Case) -> Iterator[Lint]:
@@ -99,7 +98,7 @@ def look_at_memory(case: Case) -> Iterator[Lint]:
 
 
 def look_at_lengths(case: Case) -> Iterator[Lint]:
-    """Sequences longer than the model, and compression where it costs more than it saves."""
+    """Sequences longer than the model."""
     geometry, recipe = case.geometry, case.recipe
     if geometry is None:
         return
@@ -108,12 +107,3 @@ def look_at_lengths(case: Case) -> Iterator[Lint]:
         found = f"{recipe.max_model_len} tokens"
         reason = f"The model's longest sequence has {longest}."
         yield Lint("error", "max_model_len", found, reason, f"at most {longest}")
-    if geometry.model_type.startswith("deepseek_v4") and recipe.max_model_len < _SHORT_TOKENS:
-        yield Lint(
-            "warning",
-            "max_model_len",
-            f"{recipe.max_model_len} tokens on a model with compressed attention",
-            "Below 4,096 tokens compression saves little and is said to be slower than full "
-            "attention by 12 % (claimed by others, not measured here).",
-            "Longer sequences, or a model without compression.",
-        )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ascend_kv.config import SchedulerConfig
+from ascend_kv.config import SchedulerConfig, check_block_size
 from ascend_kv.devices import get_device
 from ascend_kv.evaluate.calibrate_steps import NUM_PARTS, measure_costs
 from ascend_kv.evaluate.console import Log, print_table
@@ -141,11 +141,9 @@ class _MainJob:
         block_size = self.recipe.block_size or kind.default_block_size
         for key, kv_cache_dtype in self.recipe.formats():
             with name_format(key):
-                for spec in layer_formats(
-                    self.recipe, kv_cache_dtype, self.loaded.geometry, self.loaded.dtype
-                ):
-                    for side in (spec.key, spec.value):
-                        kind.check_block_size(block_size, side.name)
+                loaded = self.loaded
+                formats = layer_formats(self.recipe, kv_cache_dtype, loaded.geometry, loaded.dtype)
+                check_block_size(kind, block_size, formats)
         return block_size
 
     def _plan(self) -> list[Predicted]:

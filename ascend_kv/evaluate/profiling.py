@@ -8,6 +8,7 @@ bandwidth a part reached even where the profiler shows no shapes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def record_profiles(
     """
     folders = []
     for kv_cache_dtype in formats_of(recipe):
-        folder = directory / kv_cache_dtype
+        # "int8/asymmetric" must not lie inside "int8"; the note in the folder has the real name.
+        folder = directory / re.sub(r"[^\w.]", "-", kv_cache_dtype)
         _record(recipe, loaded, kv_cache_dtype, block_size, text_token_ids, folder)
         folders.append(folder)
         advance(1)

@@ -307,14 +307,19 @@ def read_versions(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         UsageError: no such file, not YAML, or not keys and values.
     """
-    content = _read_yaml(path)
+    content = read_yaml(path)
     shorter = content.pop("quick", None) or {}
     if not isinstance(shorter, Mapping):
         raise UsageError(f"{path}: quick", shorter, "keys of the recipe and their values")
     return content, merge(content, shorter)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file.
+
+    Raises:
+        UsageError: no such file, not YAML, or not keys and values.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,8 +17,9 @@ from ascend_kv.integrations.deepseek_v4_plan import EntriesPlan
 
 Tensor = torch.Tensor
 
-_SCORE_ELEMENTS = 1 << 24
-"""Products of queries and indexer keys that are in memory at once"""
+_SCORE_ELEMENTS = 1 << 22
+"""Scores, and products of queries and indexer keys, in memory at once; to select the best of them
+takes tens of bytes a score"""
 _KEY_TILE = 4096
 """Indexer keys that are read at once: they stay in the caches of a CPU"""
 
@@ -38,28 +39,34 @@ def select_entries(
     query = turn_last(query, cosine[0], sine[0]).to(torch.float32)
     weights = project(scorer.weights_proj, given.hidden).to(torch.float32)
     weights = weights * scorer.weights_scaling
-    scores = query.new_full((len(query), max(plan.lengths)), -torch.inf)
-    size, row = index_keys.codes.shape[2], 0
-    for queries, count, table in zip(query_lengths, plan.lengths, plan.tables, strict=True):
-        part = slice(row, row + queries)
-        row += queries
-        for low in range(0, count, _KEY_TILE):
-            high = min(low + _KEY_TILE, count)
-            places = torch.arange(low, high, device=table.device)
-            slots = table[places // size].to(torch.int64) * size + places % size
-            keys, scales = index_keys.read_codes(slots)
-            found = _score(query[part], weights[part], keys, scorer.softmax_scale)
-            if scales is not None:  # not negative, so ReLU does not mind
-                found *= scales
-            scores[part, low:high] = found
-    return ops.select_topk(scores, topk, lengths=plan.last_seen + 1)
+    columns = max(plan.lengths)
+    step = max(1, _SCORE_ELEMENTS // max(columns, indexer.num_heads * min(columns, _KEY_TILE)))
+    selected = []
+    for low in range(0, len(query), step):
+        part = slice(low, low + step)
+        scores = query.new_full((len(query[part]), columns), -torch.inf)
+        first = 0
+        for queries, count, table in zip(query_lengths, plan.lengths, plan.tables, strict=True):
+            rows = slice(max(first, low), min(first + queries, low + step))
+            first += queries
+            if rows.start < rows.stop:
+                target = scores[rows.start - low : rows.stop - low, :count]
+                _score(index_keys, table, query[rows], weights[rows] * scorer.softmax_scale, target)
+        selected.append(ops.select_topk(scores, topk, lengths=plan.last_seen[part] + 1))
+    return torch.cat(selected)
 
 
-def _score(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scores ``[n, E]``: sum over heads of weight * scale * ReLU(q . k), some queries at a time."""
-    step = max(1, _SCORE_ELEMENTS // max(1, query.shape[1] * len(keys)))
-    parts = [
-        (torch.relu(q @ keys.T) * scale * w[..., None]).sum(1)
-        for q, w in zip(query.split(step), weights.split(step))
-    ]
-    return torch.cat(parts)
+def _score(
+    index_keys: PagedVectors, table: Tensor, query: Tensor, weights: Tensor, scores: Tensor
+) -> None:
+    """Write to ``scores`` [n, E] the sums over heads of weight * ReLU(q . k), a tile at a time."""
+    size, count = index_keys.codes.shape[2], scores.shape[1]
+    for low in range(0, count, _KEY_TILE):
+        high = min(low + _KEY_TILE, count)
+        places = torch.arange(low, high, device=table.device)
+        slots = table[places // size].to(torch.int64) * size + places % size
+        keys, scales = index_keys.read_codes(slots)
+        found = (torch.relu(query @ keys.T) * weights[..., None]).sum(1)
+        if scales is not None:  # not negative, so ReLU does not mind
+            found *= scales
+        scores[:, low:high] = found

@@ -108,5 +108,6 @@ def report_folders(directory: Path) -> tuple[Table, list[Path]]:
     """
     folders = sorted(file.parent for file in directory.glob(f"*/{WORKLOAD}"))
     reports = [run_profile(folder, directory=folder) for folder in folders]
-    table = step_table([(x.name, done.profile) for x, done in zip(folders, reports)])
+    profiles = [report.profile for report in reports]
+    table = step_table([((x.workload or {})["kv_cache_dtype"], x) for x in profiles])
     return table, [done.files[0] for done in reports]

@@ -18,7 +18,8 @@ from ascend_kv.profile.tasks import Task
 
 _BYTES = {
     "float": 4, "float32": 4, "fp32": 4, "half": 2, "float16": 2, "fp16": 2, "bfloat16": 2,
-    "bf16": 2, "bf": 2, "int8": 1, "signed char": 1, "uint8": 1, "int32": 4, "int": 4, "int64": 8,
+    "bf16": 2, "bf": 2, "int8": 1, "signed char": 1, "uint8": 1, "unsigned char": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int32": 4, "int": 4, "int64": 8,
     "long": 8, "long int": 8, "double": 8,
 }  # fmt: skip
 _SCALAR_TYPES = {"5": 2, "6": 4, "7": 8, "15": 2}
@@ -58,9 +59,12 @@ class _Inputs:
             raise _Untold
         return self.task.shapes[place]
 
-    def item_bytes(self, place: int) -> int:
+    def dtype(self, place: int) -> str:
         name = self.task.dtypes[place] if place < len(self.task.dtypes) else ""
-        size = _BYTES.get(name.strip().lower().removeprefix("c10::").removeprefix("dt_"))
+        return name.strip().lower().removeprefix("c10::").removeprefix("dt_")
+
+    def item_bytes(self, place: int) -> int:
+        size = _BYTES.get(self.dtype(place))
         if size is None:
             raise _Untold
         return size
@@ -113,8 +117,12 @@ def _load(inputs: _Inputs) -> int:
     size = _SCALAR_TYPES.get(inputs.text(11))
     if size is None:
         raise _Untold
-    _, heads, _, dim = _cache(inputs, 0)
-    return tokens * (_token_bytes(inputs, (0, 1), (4, 5, 6, 7)) + 2 * heads * dim * size)
+    written = 0
+    for place in (0, 1):
+        _, heads, _, dim = _cache(inputs, place)
+        packed = inputs.dtype(place) in ("uint8", "unsigned char")  # INT4, two in a byte
+        written += heads * dim * (2 if packed else 1) * size
+    return tokens * (_token_bytes(inputs, (0, 1), (4, 5, 6, 7)) + written)
 
 
 def _attention(inputs: _Inputs) -> int:
