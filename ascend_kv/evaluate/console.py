@@ -17,6 +17,8 @@ from ascend_kv.evaluate.tables import TextTable
 
 _PLAIN_WIDTH = 140
 """Columns of text where the output is no terminal."""
+_LONGEST_FIGURE = 40
+"""Characters; a column with more in a cell is read as text, from the left."""
 _WIDEST = 1000
 """Columns that a table may take there: in a file or a log nothing needs to be folded."""
 
@@ -66,19 +68,21 @@ def print_table(table: TextTable, console: Console) -> None:
     # Cells fold between words where the terminal is narrow, and no word is ever cut: a figure that
     # has lost a digit is a wrong figure.
     for number, name in enumerate(table.header):
-        words = (word for cells in (table.header, *table.rows) for word in cells[number].split())
+        cells = [row[number] for row in table.rows]
+        words = (word for cell in (name, *cells) for word in cell.split())
+        prose = max(map(len, cells), default=0) > _LONGEST_FIGURE
         shown.add_column(
             name,
-            justify="right" if number else "left",
+            justify="right" if number and not prose else "left",
             overflow="fold",
             min_width=max(map(len, words), default=1),
         )
     for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
     width = console.width
-    if not console.is_terminal:  # then lines may be as long as the table is wide
+    if not console.is_terminal:  # then lines may be as long as whole words make the table
         anywhere = console.options.update(max_width=_WIDEST)
-        console.width = max(width, Measurement.get(console, anywhere, shown).maximum)
+        console.width = max(width, Measurement.get(console, anywhere, shown).minimum)
     console.print(shown, crop=False)
     console.width = width
     for note in table.notes:
