@@ -155,6 +155,9 @@ def test_the_parts_shown_are_one_policys_everywhere(capsys: pytest.CaptureFixtur
         assert "loaded prefix = 2 x 4 heads x 8,192 tokens x 128 x 2 B" in text
         assert "Parts and total with int8/token_head" in text
     assert "Parts and total with" not in shown(capsys, *CARD, "--formats", "float16")
+    # as much at most, more expected
+    text = shown(capsys, "plan", "qwen2.5-7b", "--device", "950PR", "--formats", "int8,fp8")
+    assert "Parts and total with fp8_e4m3/token_head" in text
 
 
 def test_no_speed_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:

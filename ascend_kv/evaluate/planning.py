@@ -68,7 +68,12 @@ class Plan(NamedTuple):
     @property
     def fullest(self) -> Policy:
         """The policy whose parts beside the cache take most: theirs are shown for all."""
-        return max(self.policies, key=lambda each: sum(part.high for part in each.budget.parts))
+
+        def size(policy: Policy) -> tuple[int, int]:
+            parts = policy.budget.parts
+            return sum(part.high for part in parts), sum(part.bytes for part in parts)
+
+        return max(self.policies, key=size)
 
     def why_no_speed(self, policy: Policy) -> str:
         """In words, of a policy without clocks."""
