@@ -358,7 +358,11 @@ def test_a_table_that_breaks_off_loses_the_broken_row_only(tmp_path: Path) -> No
     assert any("1 rows" in remark and "break off" in remark for remark in profile.remarks)
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"[" + b" " * 999)[:20], b"plain text", b""])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"[" + b" " * 999)[:20], b"plain text", b""],
+    ids=["cut off", "no archive", "empty"],
+)
 def test_a_broken_archive_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "trace_view.json.gz"
     file.write_bytes(content)

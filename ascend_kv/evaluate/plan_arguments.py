@@ -88,20 +88,14 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=int, default=512, metavar="TOKENS",
         help="tokens a step (512)",
     )  # fmt: skip
+    group.add_argument("--prompt", type=int, metavar="TOKENS", help="mean prompt (100)")
+    group.add_argument("--output", type=int, metavar="TOKENS", help="mean output (160)")
     group.add_argument(
-        "--prompt", type=int, default=100, metavar="TOKENS", help="mean prompt (100)"
-    )
-    group.add_argument(
-        "--output", type=int, default=160, metavar="TOKENS", help="mean output (160)"
-    )
-    group.add_argument(
-        "--sigma", type=float, default=0.0,
+        "--sigma", type=float,
         help="spread of the lengths: of a log-normal's logarithm; 0: all alike (0)",
     )  # fmt: skip
-    group.add_argument(
-        "--requests", type=int, default=1000, metavar="N", help="how many are drawn (1000)"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of the lengths and arrivals (0)")
+    group.add_argument("--requests", type=int, metavar="N", help="how many are drawn (1000)")
+    group.add_argument("--seed", type=int, help="of the lengths and arrivals (0)")
     group.add_argument(
         "--trace", type=Path, metavar="FILE.jsonl",
         help="requests instead: prompt_tokens, output_tokens and arrival_seconds on each line",
@@ -114,7 +108,7 @@ def _add_more(group: argparse._ArgumentGroup) -> None:
         help="run the scheduler with a clock: requests a second, inf, or those of --trace",
     )  # fmt: skip
     group.add_argument(
-        "--block-sizes", default="8,16,32,128", metavar="SIZES",
+        "--block-sizes", metavar="SIZES",
         help="compared by --simulate (8,16,32,128)",
     )  # fmt: skip
     group.add_argument(
@@ -133,6 +127,35 @@ def _add_more(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--calibration", type=Path, metavar="FILE.json", help="of an earlier --calibrate"
     )
+
+
+DRAWN = {"prompt": 100, "output": 160, "sigma": 0.0, "requests": 1000, "seed": 0}
+"""Of requests that are drawn; a trace brings its own."""
+BLOCK_SIZES = "8,16,32,128"
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fill in what was not given, and refuse what would have no effect.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    if options.trace is not None:
+        for name in DRAWN:
+            if getattr(options, name) is not None:
+                legal = "without --trace, which says what the requests are"
+                raise UsageError(f"--{name}", getattr(options, name), legal)
+        if options.simulate not in (None, "inf"):
+            legal = "without a rate: --trace says when requests arrive"
+            raise UsageError("--simulate", options.simulate, legal)
+    for name, default in DRAWN.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    if options.block_sizes is None:
+        options.block_sizes = BLOCK_SIZES
+    elif options.simulate is None and options.trace is None:
+        legal = "with --simulate or --trace, which compare block sizes"
+        raise UsageError("--block-sizes", options.block_sizes, legal)
 
 
 def whole_numbers(given: str, flag: str, legal: str) -> tuple[int, ...]:

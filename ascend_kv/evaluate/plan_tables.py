@@ -52,6 +52,10 @@ def _memory_table(plan: Plan) -> TextTable:
                 "--memory" if given else "what the other parts leave",
             )
         )
+    unused = first.budget.total_bytes - first.budget.kv_bytes
+    unused -= sum(part.bytes for part in first.budget.parts)
+    if deployment.kv_bytes is not None and unused > 0:
+        rows.append(("unused", format_bytes(unused), "", "--memory asks for no more"))
     rows.append(("total", format_bytes(first.budget.total_bytes), "", ""))
     notes = [
         f"{model.name}: {model.parameters.total / 1e9:.2f} billion weights ({model.source}), "
@@ -146,7 +150,7 @@ def _speed_table(plan: Plan) -> TextTable:
                 str(policy.batch),
                 _three(each, lambda x: 1e3 * x.ttft_seconds),
                 _three(each, lambda x: 1e3 * x.tpot_seconds),
-                _three(each, lambda x: x.tokens_per_second, reverse=True),
+                _three(each, lambda x: x.tokens_per_second),
                 each["best"].bound,
             )
         )
@@ -160,7 +164,7 @@ def _speed_table(plan: Plan) -> TextTable:
     if plan.calibration is None and hardware.vector_bytes_per_second is None:
         source += f" Dequantizing is not counted: the {hardware.name}'s vector rate is not known."
     return TextTable(
-        "Speed of decoding at that batch (predicted: low, best, high)",
+        "Speed of decoding at that batch (predicted; low | best | high are times)",
         ("scheme", "batch", "TTFT, ms", "TPOT, ms", "tokens/s", "bound by"),
         rows,
         [
@@ -172,12 +176,8 @@ def _speed_table(plan: Plan) -> TextTable:
     )
 
 
-def _three(
-    latencies: Mapping[str, Latency], value: Callable[[Latency], float], reverse: bool = False
-) -> str:
-    """Low, best and high; the slowest has the fewest tokens a second, so ``reverse``."""
-    values = [f"{value(latencies[name]):,.4g}" for name in ("low", "best", "high")]
-    return " | ".join(reversed(values) if reverse else values)
+def _three(latencies: Mapping[str, Latency], value: Callable[[Latency], float]) -> str:
+    return " | ".join(f"{value(latencies[name]):,.4g}" for name in ("low", "best", "high"))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

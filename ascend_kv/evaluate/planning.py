@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ascend_kv.config import CacheConfig, SchedulerConfig, resolve_formats
 from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.plan_arguments import whole_numbers
+from ascend_kv.evaluate.plan_arguments import settle, whole_numbers
 from ascend_kv.geometry import FORMATS
 from ascend_kv.plan.calibration import Calibration, read_calibration
 from ascend_kv.plan.capacity import describe_formats
@@ -107,6 +107,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     Raises:
         UsageError: names the flag of a value that is not legal, or what does not fit.
     """
+    settle(options)
     kv_bytes = parse_bytes(options.memory, "--memory") if options.memory else None
     model = find_planned_model(options.model)
     serving = _serving(options, model)

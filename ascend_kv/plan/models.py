@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,11 @@ def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
         config: Mapping[str, Any] = builtin.config
         geometry = geometry_from_config(config)
         source = f"built in, {builtin.source}"
+    elif isinstance(name, str) and "/" not in name and not Path(name).exists():
+        legal = "a directory with config.json, a .gguf file, a Hugging Face id with its owner"
+        near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, 1)
+        hint = f"Did you mean {near[0]}? " * bool(near) + f"Built in: {', '.join(BUILTIN_MODELS)}."
+        raise UsageError("model", name, legal, hint)
     else:
         try:
             config, geometry = load_config(name)
