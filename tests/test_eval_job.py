@@ -290,6 +290,16 @@ def test_a_text_that_is_too_short(
     assert legal in str(caught.value)
 
 
+def test_an_evaluation_without_a_policy_that_can_run_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    policy = next(p for p in EvalRecipe().policies if p.name == "HF quanto int4")
+    recipe = make_recipe(model, tasks=("copy",), policies=(policy,))
+    with pytest.raises(UsageError, match="policies.*HF quanto int4.*pip install optimum-quanto"):
+        make_evaluation(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_package_leaves_its_row_out_and_says_so(model: Path, tmp_path: Path) -> None:
     policy = next(p for p in EvalRecipe().policies if p.name == "HF quanto int4")
     recipe = make_recipe(model, tasks=("copy",), policies=(*POLICIES[:1], policy))

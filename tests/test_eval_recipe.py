@@ -89,6 +89,10 @@ def test_a_section_keeps_the_defaults_of_what_it_does_not_say(tmp_path: Path) ->
             "policies[0].huggingface.nbits: got 4; legal: none",
         ),
         (
+            {"policies": [{"name": "a", "huggingface": {"backend": "quanto", "nbits": 8}}]},
+            "huggingface.nbits: got 8; legal: 2, 4",
+        ),
+        (
             {"policies": [{"name": "a", "huggingface": {"backend": "hqq", "chunk_tokens": 0}}]},
             "huggingface.chunk_tokens: got 0",
         ),

@@ -226,3 +226,41 @@ def test_mistakes_name_the_flag(
 def test_models_it_has_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "nowhere/config.json", "--device", "910B1"]) == 2
     assert "Built in: qwen2.5-0.5b" in capsys.readouterr().err
+
+
+TRACE = '{"arrival_seconds": 0.5, "prompt_tokens": 80, "output_tokens": 40}\n'
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--block-sizes", "32"],
+        ["--trace", "TRACE", "--simulate", "5"],
+        ["--trace", "TRACE", "--requests", "5"],
+        ["--trace", "TRACE", "--prompt", "100"],
+        ["--trace", "TRACE", "--sigma", "0"],
+    ],
+)
+def test_flags_without_effect_are_refused(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(TRACE)
+    given = [str(tmp_path / "trace.jsonl") if flag == "TRACE" else flag for flag in flags]
+    assert cli.main([*CARD, *given]) == 2
+    assert flags[-2] in capsys.readouterr().err
+
+
+def test_memory_that_nobody_asks_for_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unused" not in shown(capsys, *CARD)
+    assert "unused 38." in shown(capsys, *CARD, "--memory", "2GiB")
+
+
+def test_a_word_that_no_model_has_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_hub(*_: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("ascend_kv.plan.models.load_config", no_hub)
+    assert cli.main(["plan", "qwen2.5-8b", "--device", "910B1"]) == 2
+    assert "Did you mean qwen2.5-7b?" in capsys.readouterr().err

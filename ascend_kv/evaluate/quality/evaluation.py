@@ -161,6 +161,11 @@ class Evaluation:
         for entry in self.skipped:
             task = f", {entry.task}" if entry.task else ""
             self.log.say(f"Left out: {entry.policy}{task}: {entry.reason}.")
+        if len(self.runners) == 1:
+            given = ", ".join(policy.name for policy in self.recipe.policies) or "none"
+            legal = "one or more that can be measured here, beside the unquantized cache"
+            reasons = " ".join(f"{entry.policy}: {entry.reason}." for entry in self.skipped)
+            raise UsageError("policies", given, legal, reasons)
 
     def _settings(self) -> dict[str, Any]:
         """All that decides what is in a cell."""

@@ -23,6 +23,8 @@ UNQUANTIZED = "unquantized"
 """The reference that every policy is compared with; always there, always first."""
 
 _NOT_HERE = ("kv_cache_memory_bytes", "kv_allocator", "enable_paged_attention")
+_NBITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
+"""What transformers' caches with these libraries take"""
 _GROUPED = {"nbits": 4, "axis_key": 0, "axis_value": 0, "q_group_size": 64}
 
 
@@ -52,6 +54,9 @@ class HuggingFaceCache:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise UsageError(f"{where}.{name}", given, "1 or more")
+        legal = _NBITS.get(self.backend, ())
+        if self.nbits is not None and legal and self.nbits not in legal:
+            raise UsageError(f"{where}.nbits", self.nbits, legal)
         for name in _GROUPED:
             if self.backend == "fp8" and getattr(self, name) is not None:
                 raise UsageError(f"{where}.{name}", getattr(self, name), "none with backend fp8")
