@@ -108,3 +108,17 @@ def test_the_tool_end_to_end(
         assert r["fraction_of_limit"] == r["limit_seconds"] / r["median_seconds"]
     assert [fit["shape"] for fit in report["fits"]] == (["4/2x16"] if "native" in served else [])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lines_are_fitted_to_relative_errors() -> None:
+    def decode(batch: int, context: int, seconds: float) -> dict[str, object]:
+        return row("9/3x64", context, batch=batch, median_seconds=seconds)
+
+    exact = [decode(b, c, 1e-5 + 2e-8 * b * c) for b in (1, 8) for c in (1000, 30000)]
+    (fit,) = tool().fit_lines(exact)
+    assert fit["start_seconds"] == pytest.approx(1e-5) and fit["points"] == 4
+    assert fit["seconds_per_token"] == pytest.approx(2e-8)
+    assert fit["worst_relative_error"] < 1e-6
+    # A tenth more at the longest moves the line of absolute errors far from the shortest.
+    (fit,) = tool().fit_lines([*exact[:-1], decode(8, 30000, 1.1 * (1e-5 + 2e-8 * 240000))])
+    assert fit["worst_relative_error"] < 0.1

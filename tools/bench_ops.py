@@ -23,12 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ascend_kv.cache.huge_pages import prefer_huge_pages
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.operator_plot import draw_operators
+from ascend_kv.integrations.key_offset import KeyOffset
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
 
 BLOCK_SIZE = 16
@@ -160,6 +162,10 @@ def decodes(shape: Shape, batch: int, context: int) -> Iterator[Case]:
             bias = torch.randn(batch, shape.heads, context)
             biased = both("paged_attention", *call, **scales, score_bias=bias)
             calls |= {f"{name} + bias": run for name, run in biased.items() if name == "native"}
+            if "native" in calls:  # the bias made anew, as in layers that have a key offset
+                table = torch.randn(context, shape.dim // 2, 2)
+                keys = KeyOffset({0: torch.randn(shape.kv_heads, shape.dim)}, table)
+                calls["native + offset"] = partial(with_offset, keys, call, scales)
         else:
             dense = [
                 torch.randn(batch, shape.kv_heads, context, shape.dim).to(dtype) for _ in range(2)
@@ -176,6 +182,13 @@ def decodes(shape: Shape, batch: int, context: int) -> Iterator[Case]:
             0,
             2 * batch * context * shape.heads * shape.dim,
         )
+
+
+def with_offset(keys: KeyOffset, call: tuple[Any, ...], scales: dict[str, torch.Tensor]) -> Any:
+    """Attention of layer 0 over keys that are stored without its offset."""
+    query, *_, lengths, scale = call
+    bias = keys.score_bias(0, query, scale, max(lengths))
+    return operator("paged_attention")(*call, **scales, score_bias=bias)
 
 
 def prefill(shape: Shape, tokens: int) -> Case:
@@ -264,14 +277,16 @@ def fit_lines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         if len({tokens for tokens, _ in points}) < 3:
             continue
-        slope, start = statistics.linear_regression(*zip(*points))
+        # Relative errors count: the shortest context is a thousandth of the longest.
+        scaled = [[1 / seconds, tokens / seconds] for tokens, seconds in points]
+        (start, slope), *_ = np.linalg.lstsq(scaled, np.ones(len(points)), rcond=None)
         worst = max(abs(seconds / (start + slope * tokens) - 1) for tokens, seconds in points)
         fits.append(
             {
                 "shape": shape,
-                "start_seconds": start,
-                "seconds_per_token": slope,
-                "worst_relative_error": worst,
+                "start_seconds": float(start),
+                "seconds_per_token": float(slope),
+                "worst_relative_error": float(worst),
                 "points": len(points),
             }
         )
