@@ -222,13 +222,16 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 def get_device(name: str) -> Device:
     """The device of that name, as in ``DEVICES``, or as CANN has it: "Ascend950PR_9589".
 
+    Upper and lower case are the same.
+
     Raises:
         UsageError: an unknown name; lists the known ones.
     """
-    device = DEVICES.get(short_name(name))
-    if device is None:
-        raise UsageError("device", name, DEVICES)
-    return device
+    wanted = short_name(name).casefold()
+    for known, device in DEVICES.items():
+        if known.casefold() == wanted:
+            return device
+    raise UsageError("device", name, DEVICES)
 
 
 def short_name(name: str) -> str:

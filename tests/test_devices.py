@@ -90,3 +90,8 @@ def test_names_as_cann_reports_them() -> None:
     assert get_device("Ascend950DT_9571").name == "950DT"
     assert get_device("Ascend910B3") is get_device("910B3")
     assert get_device("950").formats == get_device("950PR").formats == get_device("950DT").formats
+
+
+def test_case_does_not_matter() -> None:
+    assert get_device("910b1") is get_device("910B1")
+    assert get_device("CPU") is get_device("cpu")

@@ -202,10 +202,11 @@ def test_numbers_of_cards() -> None:
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
     error = refused(UsageError, choose_parallel, QWEN.geometry, 16, None, None)
-    assert error.field == "--tensor-parallel" and error.given == 16
+    assert error.field == "--cards" and error.given == 16
     assert "data parallel 16" in error.legal and "4 x 4" in error.legal
     assert "28 query heads and 4 KV heads" in error.hint and "4 and 28" in error.hint
     error = refused(UsageError, choose_parallel, QWEN.geometry, None, 7, None)
+    assert error.field == "--tensor-parallel" and error.given == 7
     assert "data parallel 7" in error.legal and error.hint.endswith("4 and 28.")
 
 

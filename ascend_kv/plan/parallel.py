@@ -88,11 +88,11 @@ def choose_parallel(
             f"two that make {cards} cards together",
         )
     if not divides(geometry, chosen.tensor):
-        raise _refusal(geometry, chosen)
+        raise _refusal(geometry, chosen, "--cards" if tensor is None else "--tensor-parallel")
     return chosen
 
 
-def _refusal(geometry: ModelGeometry, chosen: Parallel) -> UsageError:
+def _refusal(geometry: ModelGeometry, chosen: Parallel, field: str) -> UsageError:
     """Ways to use as many cards, and the nearest sizes for other numbers of cards."""
     legal = [size for size in range(1, geometry.num_heads + 1) if divides(geometry, size)]
     fitting = [Parallel(size, chosen.cards // size) for size in legal if chosen.cards % size == 0]
@@ -104,7 +104,7 @@ def _refusal(geometry: ModelGeometry, chosen: Parallel) -> UsageError:
     )
     nearest = " and ".join(map(str, below + above))
     return UsageError(
-        "--tensor-parallel",
+        field,
         chosen.tensor,
         f"on {chosen.cards} cards (tensor x data parallel): {ways}",
         f"{geometry.num_heads} query heads and {geometry.num_kv_heads} KV heads cannot be dealt "
