@@ -249,11 +249,10 @@ def _bench(options: argparse.Namespace) -> None:
 def _show_profiles(directory: Path, log: Log, as_json: bool) -> None:
     """What ``bench --profile`` recorded: one table; each folder gets its own report."""
     from ascend_kv.evaluate.console import print_table, table_console
-    from ascend_kv.evaluate.tables import TextTable
     from ascend_kv.profile.command import report_folders
 
     table, files = report_folders(directory)
-    print_table(TextTable(*table), table_console(stderr=as_json))
+    print_table(table, table_console(stderr=as_json))
     for file in files:
         log.say(f"Profile: {file}")
 
@@ -266,7 +265,6 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _profile(options: argparse.Namespace) -> None:
     from ascend_kv.evaluate.console import Log, print_table, table_console
-    from ascend_kv.evaluate.tables import TextTable
     from ascend_kv.profile.command import run_profile
 
     log = Log(table_console(stderr=True))
@@ -282,7 +280,7 @@ def _profile(options: argparse.Namespace) -> None:
         print(json.dumps(report.json, indent=1))
     else:
         for table in report.tables:
-            print_table(TextTable(*table), table_console())
+            print_table(table, table_console())
     for file in report.files:
         log.say(f"Written: {file}")
 

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("architectures", "cache_formats", "compressed_layers", "gguf_header"),
     ("format_names",),
-    ("geometry", "devices", "registry", "metrics"),
+    ("geometry", "devices", "registry", "metrics", "text_table"),
     ("model_files", "user_values"),
     ("config",),
     ("formats",),

@@ -18,7 +18,7 @@ from rich.console import Console
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate import plots, report
 from ascend_kv.evaluate.console import Log, print_table
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.text_table import TextTable
 
 DOCUMENT = Path(__file__).parents[1] / "recipes" / "qwen_910b.md"
 PNG = b"\x89PNG\r\n\x1a\n"

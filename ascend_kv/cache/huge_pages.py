@@ -2,8 +2,8 @@
 
 A decode reads blocks that lie all over the cache. With pages of 4 KiB nearly every block costs
 a walk through the page tables; with pages of 2 MiB INT8 attention over 32,768 tokens took 1 to
-27 % less time (measured on two Xeon cores, three shapes, two runs of each). It is advice: where the kernel does not follow it, nothing
-but that time is lost.
+27 % less time (measured on two Xeon cores, three shapes, two runs of each). It is advice: where
+the kernel does not follow it, nothing but that time is lost.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.text_table import TextTable
 
 _PLAIN_WIDTH = 140
 """Columns of text where the output is no terminal."""

@@ -27,10 +27,10 @@ from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.deepseek_decode import DecodeTime, time_decode
 from ascend_kv.evaluate.recipe import read_yaml
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.random_deepseek import make_random_deepseek
 from ascend_kv.llm import LLM
+from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import at_least_one, format_bytes, from_mapping, one_of
 
 _GIB = 1 << 30

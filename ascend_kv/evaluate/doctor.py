@@ -35,7 +35,7 @@ from ascend_kv.evaluate.surroundings import (
     settings,
     threads,
 )
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
 
 _CPU_FEATURES = (

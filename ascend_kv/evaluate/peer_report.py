@@ -11,7 +11,7 @@ import matplotlib
 
 from ascend_kv.evaluate.peers import Outcome, Plan
 from ascend_kv.evaluate.plots import COLOURS, STYLE, new_figure
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.text_table import TextTable
 
 COMPARED = (
     "Compared: what one token of context more adds to a decode step of one sequence, that is "

@@ -9,10 +9,10 @@ from ascend_kv.cache.tables import PagedTables
 from ascend_kv.config import SchedulerConfig, plan_blocks
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.planning import Plan, named_as_flags
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import describe_formats
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.simulation import Percentiles, Simulation, simulate
+from ascend_kv.text_table import TextTable
 
 
 class Run(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate.planning import Plan
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import describe_formats
 from ascend_kv.plan.performance import Load
+from ascend_kv.text_table import TextTable
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from ascend_kv.compressed_layers import DEEPSEEK_V4_FLASH, explain_compression
 from ascend_kv.evaluate.planning import Plan
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.plan.capacity import Capacity, describe_formats
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.parallel import copies_of_heads
@@ -15,6 +14,7 @@ from ascend_kv.plan.performance import Latency
 from ascend_kv.plan.published import stacks, studies, swap_row, third_from_first_two
 from ascend_kv.plan.published_v4 import compression_claims
 from ascend_kv.plan.study import FAR, Study
+from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
 
 _NO_KERNEL = "no kernel: served by references"

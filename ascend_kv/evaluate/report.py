@@ -17,7 +17,6 @@ from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.plots import draw_plots
 from ascend_kv.evaluate.results import BenchResult, Sample
 from ascend_kv.evaluate.tables import (
-    TextTable,
     comparison_table,
     factor_table,
     perplexity_table,
@@ -27,6 +26,7 @@ from ascend_kv.evaluate.tables import (
     sweep_table,
 )
 from ascend_kv.evaluate.workload import LengthRecipe
+from ascend_kv.text_table import TextTable
 
 _PROBE_BYTES = 4 << 20
 """More than a report and its plots take."""

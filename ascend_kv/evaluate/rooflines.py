@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ascend_kv.devices import Device
 from ascend_kv.evaluate.kernel_workloads import Workload
-from ascend_kv.evaluate.tables import TextTable
 from ascend_kv.evaluate.twin import require_twin
 from ascend_kv.plan.roofline import Prediction, floor_seconds, predict, rates_of
+from ascend_kv.text_table import TextTable
 
 LABEL = "counters simulated by the CPU twin, times predicted: nothing here ran on an NPU"
 ASSUMPTIONS = (

@@ -8,7 +8,7 @@ from typing import Any
 from ascend_kv.devices import get_device
 from ascend_kv.evaluate import rooflines
 from ascend_kv.evaluate.selftest import LABELS, TIMED_CALLS, TWIN_DEVICE, SelfTest, Speed
-from ascend_kv.evaluate.tables import TextTable
+from ascend_kv.text_table import TextTable
 
 
 def tables(test: SelfTest) -> list[TextTable]:

@@ -5,8 +5,6 @@ Every title says whether its figures were measured, predicted or both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
@@ -16,17 +14,8 @@ from ascend_kv.evaluate.results import (
     SchemeResult,
     Sweep,
 )
+from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A title, a header, rows of the same length and remarks below."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    notes: list[str] = field(default_factory=list)
 
 
 def plan_table(names: list[str], plans: list[Predicted]) -> TextTable:

@@ -11,13 +11,13 @@ from ascend_kv.profile.compare import compare
 from ascend_kv.profile.inputs import WORKLOAD
 from ascend_kv.profile.plots import draw_plots
 from ascend_kv.profile.report import (
-    Table,
     as_json,
     comparison_tables,
     profile_tables,
     step_table,
 )
 from ascend_kv.profile.summary import Profile, read_profile
+from ascend_kv.text_table import TextTable
 
 EXAMPLES = """\
 What it does:
@@ -48,7 +48,7 @@ class Report(NamedTuple):
     """What the command found; ``files`` is what it wrote."""
 
     profile: Profile
-    tables: list[Table]
+    tables: list[TextTable]
     json: dict[str, Any]
     files: list[Path]
 
@@ -94,7 +94,7 @@ def run_profile(
     return Report(profile, tables, content, files)
 
 
-def report_folders(directory: Path) -> tuple[Table, list[Path]]:
+def report_folders(directory: Path) -> tuple[TextTable, list[Path]]:
     """Report each folder of ``bench --profile`` into itself, and all of them in one table.
 
     Args:

@@ -9,6 +9,7 @@ from ascend_kv.profile.attribution import PARTS
 from ascend_kv.profile.categories import ATTENTION, KV
 from ascend_kv.profile.compare import Comparison, Row
 from ascend_kv.profile.summary import Operator, Profile, StepTime
+from ascend_kv.text_table import TextTable
 
 SCHEMA = "ascend_kv.profile/1"
 MOST_OPERATORS = 20
@@ -18,16 +19,7 @@ MOST_STEPS = 20
 _SHORT = {"KV operators": "KV", "other operators": "other", "communication": "comm."}
 
 
-class Table(NamedTuple):
-    """A title, a header, rows of the same length and remarks below."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    notes: list[str]
-
-
-def profile_tables(profile: Profile) -> list[Table]:
+def profile_tables(profile: Profile) -> list[TextTable]:
     """Everything there is to say about one profile."""
     tables = [_parts_table(profile)]
     if len(profile.lanes) > 1:
@@ -40,7 +32,7 @@ def profile_tables(profile: Profile) -> list[Table]:
     return tables
 
 
-def comparison_tables(comparison: Comparison) -> list[Table]:
+def comparison_tables(comparison: Comparison) -> list[TextTable]:
     """Both profiles beside each other."""
     header = ("", "before, ms", "after, ms", "change, ms", "after/before")
     note = comparison.remark
@@ -49,8 +41,8 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
     changed = sorted(ran, key=lambda row: -abs(row.change_ns))[:MOST_OPERATORS]
     operators = [_comparison_row(row) for row in changed]
     return [
-        Table(f"Before and after, {comparison.unit}", ("part", *header[1:]), parts, [note]),
-        Table(
+        TextTable(f"Before and after, {comparison.unit}", ("part", *header[1:]), parts, [note]),
+        TextTable(
             f"Operators that changed most, {comparison.unit}",
             ("operator", *header[1:]),
             operators,
@@ -64,7 +56,7 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
     return (row.name, before, after, _signed_ms(row.change_ns), row.ratio_text)
 
 
-def step_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
+def step_table(profiles: Sequence[tuple[str, Profile]]) -> TextTable:
     """The parts of a mean step of several profiles beside each other; the first is the baseline."""
     times = [
         [sum(step.parts_ns[part] for step in x.steps) / (len(x.steps) or 1) for part in PARTS]
@@ -74,7 +66,7 @@ def step_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
     rows.append(("together", *(_ms(sum(column)) for column in times)))
     notes = [f"{name}: {_described(x)}" for name, x in profiles]
     notes.append("A profiler slows what it watches: compare these with each other only.")
-    return Table(
+    return TextTable(
         "Where a decode step's time went, ms (measured under the profiler)",
         ("part", *(name for name, _ in profiles)),
         rows,
@@ -205,7 +197,7 @@ def _parts(profile: Profile) -> Sequence[str]:
     return PARTS if profile.has_gaps else PARTS[:-1]
 
 
-def _parts_table(profile: Profile) -> Table:
+def _parts_table(profile: Profile) -> TextTable:
     whole = sum(profile.part_ns(part) for part in _parts(profile)) or 1
     rows: list[tuple[str, ...]] = [
         (part, _ms(profile.part_ns(part)), f"{profile.part_ns(part) / whole:.1%}")
@@ -223,12 +215,12 @@ def _parts_table(profile: Profile) -> Table:
             f"In host gaps nothing ran; the longest took {_ms(longest)} ms."
         )
     title = f"Where the {what}'s time went{several}"
-    return Table(title, ("part", "ms", "share"), rows, [*notes, *profile.remarks])
+    return TextTable(title, ("part", "ms", "share"), rows, [*notes, *profile.remarks])
 
 
-def _lanes_table(profile: Profile) -> Table:
+def _lanes_table(profile: Profile) -> TextTable:
     parts = _parts(profile)
-    return Table(
+    return TextTable(
         "By device, ms",
         ("device", "together", *(_SHORT.get(part, part) for part in parts)),
         [
@@ -243,11 +235,11 @@ def _lanes_table(profile: Profile) -> Table:
     )
 
 
-def _operators_table(profile: Profile) -> Table:
+def _operators_table(profile: Profile) -> TextTable:
     whole = sum(lane.span_ns for lane in profile.lanes) or 1
     shown = [operator for operator in profile.operators if operator.time_ns][:MOST_OPERATORS]
     left = len(profile.operators) - len(shown)
-    return Table(
+    return TextTable(
         "Operators by the time that is theirs",
         ("operator", "part", "calls", "ms", "share", "mean call, us", "longest, us"),
         [
@@ -268,7 +260,7 @@ def _operators_table(profile: Profile) -> Table:
     )
 
 
-def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> Table:
+def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> TextTable:
     device = profile.device
     known = device is not None and device.rates is not None
     notes = [
@@ -286,7 +278,7 @@ def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> Table:
         notes.append(f"{named} no documented peak to compare with.")
     if profile.on_host and known:
         notes.append("These operators ran on a CPU: the peak is that of another device.")
-    return Table(
+    return TextTable(
         "Bandwidth of the KV and attention operators",
         ("operator", "bytes from", "calls", "MB moved", "ms", "GB/s", "of peak", "roofline, ms"),
         [
@@ -306,11 +298,11 @@ def _bandwidth_table(profile: Profile, rows: list[Bandwidth]) -> Table:
     )
 
 
-def _steps_table(profile: Profile) -> Table:
+def _steps_table(profile: Profile) -> TextTable:
     steps = profile.steps
     spans = sorted(step.span_ns for step in steps)
     middle, last = spans[len(spans) // 2], spans[-1]
-    return Table(
+    return TextTable(
         f"Steps as they ran, ms ({min(len(steps), MOST_STEPS)} of {len(steps)})",
         ("step", "begins", "takes", *(_SHORT.get(part, part) for part in PARTS)),
         [_step_row(step) for step in steps[:MOST_STEPS]],

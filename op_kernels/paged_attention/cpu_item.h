@@ -49,7 +49,7 @@ struct Scratch {
 };
 
 // So many tokens ahead a vector is asked for: soon enough for main memory (measured: of 16, 32, 48
-// and 64, 32 was the fastest or within a twentieth of it).
+// and 64, 32 was the fastest or near it).
 constexpr int AHEAD = 32;
 
 // Where the keys and values of a tile lie, and of the first tokens of the next one. After the last

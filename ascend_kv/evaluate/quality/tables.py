@@ -11,7 +11,8 @@ from ascend_kv.evaluate.quality.results import (
     PerplexityRow,
 )
 from ascend_kv.evaluate.statistics import most_where_none
-from ascend_kv.evaluate.tables import TextTable, percent_interval
+from ascend_kv.evaluate.tables import percent_interval
+from ascend_kv.text_table import TextTable
 
 _TOO_FEW = "too few to say"
 _MEANING = {
