@@ -19,7 +19,7 @@ from ascend_kv.compressed_layers import (
 )
 from ascend_kv.errors import UnsupportedModelError, UsageError
 from ascend_kv.geometry import FORMATS, geometry_from_config
-from ascend_kv.plan.builtin_models import DEEPSEEK_MODELS
+from ascend_kv.plan.builtin_models import BUILTIN_MODELS
 
 GIB = 2**30
 BF16 = CompressedFormats("bfloat16", "bfloat16", "bfloat16")
@@ -63,7 +63,7 @@ def test_flash_and_pro_take_what_was_published() -> None:
     [("deepseek-v4-flash", DEEPSEEK_V4_FLASH), ("deepseek-v4-pro", DEEPSEEK_V4_PRO)],
 )
 def test_built_in_configurations_say_the_same(name: str, layers: CompressedLayers) -> None:
-    assert layers_from_config(DEEPSEEK_MODELS[name].config) == layers
+    assert layers_from_config(BUILTIN_MODELS[name].config) == layers
 
 
 def test_bytes_of_an_entry_by_hand() -> None:

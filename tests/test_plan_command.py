@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ascend_kv import cli
-from ascend_kv.evaluate.plan_tables import published_tables
+from ascend_kv.evaluate.plan_published import published_tables
 
 CARD = ["plan", "qwen2.5-7b", "--device", "910B1"]
 
@@ -135,7 +135,7 @@ def test_a_sweep_draws_its_plots(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_published_rows_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     content = run_json(capsys, *CARD, "--published")["published"]
     assert abs(content["article_third_row"]["predicted"] / 147 - 1) < 0.15
-    assert len(content["studies"]) == 9
+    assert len(content["studies"]) == 11
     text = shown(capsys, *CARD, "--published")
     assert "/ 128 is 57 MB" in text and "What these layers keep: 0.845 GiB" in text
     assert "this row cannot" not in text and "row cannot be predicted from the table" in text

@@ -27,7 +27,7 @@ from ascend_kv.plan.parallel import (
     divides,
     rank_geometry,
 )
-from ascend_kv.plan.parameters import WEIGHT_FORMATS
+from ascend_kv.plan.weight_formats import WEIGHT_FORMATS
 
 GIB = 2**30
 QWEN = find_planned_model("qwen2.5-7b")
@@ -133,7 +133,7 @@ def test_only_the_quantized_side_is_dequantized() -> None:
         ([int8] * 28, 56), ([MixedFormat(int8, half)] * 28, 28), ([half] * 27 + [int8], 2),
         ([half] * 28, 0),
     ):  # fmt: skip
-        assert deployment.served_model(formats).kv_numbers == sides * side
+        assert deployment.served_model(formats, 128).kv_numbers == sides * side
 
 
 def test_communicators_take_twice_their_buffer() -> None:

@@ -18,13 +18,14 @@ What it does:
 
   MODEL is a directory, a config.json, a .gguf file, a hub id, or a model that is built in:
   qwen2.5-0.5b to -72b, qwen3-0.6b to -235b-a22b, llama-3-8b to -3.3-70b, mistral-7b,
-  mixtral-8x7b and others; a wrong name lists them.
+  mixtral-8x7b, deepseek-v3.2, deepseek-v4-flash and -pro, and others; a wrong name lists them.
 
 Examples:
   ascend-kv plan qwen2.5-7b --device 910B1
   ascend-kv plan Qwen/Qwen2.5-72B-Instruct --device 910B1 --cards 16 --tensor-parallel 8 --explain
   ascend-kv plan qwen3-32b --device 910B4 --cards 4 --weights w8a8 --formats auto,int8
   ascend-kv plan model.gguf --memory 90MiB --prompt 100 --output 160 --block-size 16
+  ascend-kv plan deepseek-v4-flash --device 950DT --cards 16 --max-model-len 131072
   ascend-kv plan qwen2.5-7b --device 910B1 --simulate 4 --requests 1000 --sigma 0.5
   ascend-kv plan qwen2.5-7b --device 910B1 --sweep runs/plan              # tables and plots
   ascend-kv plan qwen2.5-7b --device 910B1 --published                    # what speed rests on
@@ -51,8 +52,14 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="cards of one copy")
     group.add_argument("--data-parallel", type=int, metavar="N", help="copies of the model")
     group.add_argument(
-        "--weights", default="auto", help="auto, float32, float16, bfloat16, w8a8, w4a16 (auto)"
-    )
+        "--expert-parallel", type=int, metavar="N",
+        help="cards that share one set of DeepSeek's experts (all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--weights", default="auto",
+        help="auto, float32, float16, bfloat16, w8a8, w4a8, w4a16, fp8, fp8-mxfp4, mxfp8-mxfp4 "
+        "(auto: the model's type; of DeepSeek what was published, w8a8 on a 910B)",
+    )  # fmt: skip
     group.add_argument(
         "--memory", metavar="BYTES",
         help="a card's KV budget: 90MB, 1.5GiB; else what is left of the card",
@@ -65,7 +72,10 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def _add_cache(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--formats", default="float16,int8", help="cache formats, with commas (float16,int8)"
+        "--formats", help="cache formats, with commas (float16,int8; of DeepSeek auto,int8)"
+    )
+    group.add_argument(
+        "--indexer-format", metavar="FORMAT", help="of DeepSeek's indexer keys: auto, int8 (auto)"
     )
     group.add_argument("--granularity", default="token_head", help="what shares an INT8 scale")
     group.add_argument("--group-size", type=int, metavar="CHANNELS", help="for granularity group")

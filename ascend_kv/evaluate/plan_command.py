@@ -6,7 +6,13 @@ import argparse
 import json
 from typing import Any
 
-from ascend_kv.evaluate import plan_explained, plan_simulated, plan_sweep, plan_tables
+from ascend_kv.evaluate import (
+    plan_explained,
+    plan_published,
+    plan_simulated,
+    plan_sweep,
+    plan_tables,
+)
 from ascend_kv.evaluate.console import print_table, table_console
 from ascend_kv.evaluate.plan_arguments import whole_numbers
 from ascend_kv.evaluate.planning import make_plan
@@ -35,8 +41,8 @@ def run_plan(options: argparse.Namespace) -> None:
         }
         tables.append(plan_sweep.table(points))
     if options.published:
-        tables += plan_tables.published_tables()
-        content["published"] = plan_tables.published_json()
+        tables += plan_published.published_tables()
+        content["published"] = plan_published.published_json()
     explained = plan_explained.explain(plan) if options.explain else ""
     if options.json:
         print(json.dumps(content | ({"explained": explained} if explained else {}), indent=1))

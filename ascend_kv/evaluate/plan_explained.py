@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ascend_kv.evaluate.plan_sparse_explained import sparse_sections
 from ascend_kv.evaluate.planning import Plan
-from ascend_kv.plan.capacity import describe_formats, explain_memory
+from ascend_kv.plan.capacity import explain_memory
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.parallel import copies_of_heads, kv_heads_of_rank
 from ascend_kv.plan.performance import Load
@@ -12,21 +15,28 @@ from ascend_kv.user_values import format_bytes
 
 def explain(plan: Plan) -> str:
     """Lines of text by section, without a newline at the end."""
-    sections = [
-        ("Bytes of a token", _token_bytes(plan)),
-        ("Memory of a card", _memory(plan)),
-        ("Blocks and sequences", [line for p in plan.policies for line in _blocks(plan, p)]),
-        ("Time", [line for p in plan.policies for line in _time(plan, p)]),
-    ]
-    return "\n\n".join("\n".join([f"{title}:", *lines]) for title, lines in sections if lines)
+    if plan.deployment.model.geometry.compressed is not None:
+        first, *more = sparse_sections(plan).items()
+        sections = dict([first, ("Memory of a card", _memory(plan)), *more])
+    else:
+        dense = [policy for policy in plan.policies if isinstance(policy, Policy)]
+        sections = {
+            "Bytes of a token": _token_bytes(plan, dense),
+            "Memory of a card": _memory(plan),
+            "Blocks and sequences": [line for each in dense for line in _blocks(plan, each)],
+            "Time": [line for each in dense for line in _time(plan, each)],
+        }
+    return "\n\n".join(
+        "\n".join([f"{title}:", *lines]) for title, lines in sections.items() if lines
+    )
 
 
-def _token_bytes(plan: Plan) -> list[str]:
+def _token_bytes(plan: Plan, policies: Sequence[Policy]) -> list[str]:
     deployment = plan.deployment
     geometry, tensor = deployment.model.geometry, deployment.parallel.tensor
     longest = deployment.serving.max_model_len
     lines: list[str] = []
-    for policy in plan.policies:
+    for policy in policies:
         for line in explain_memory(geometry, policy.formats, longest).splitlines():
             if line not in lines:  # what holds for every format is said once
                 lines.append(line)
@@ -64,7 +74,7 @@ def _memory(plan: Plan) -> list[str]:
 
 def _blocks(plan: Plan, policy: Policy) -> list[str]:
     deployment, paged = plan.deployment, policy.paged
-    name = describe_formats(policy.formats)
+    name = policy.name
     longest, size = deployment.serving.max_model_len, policy.block_size
     static = deployment.geometry.static_bytes(policy.formats, longest)
     held = paged.num_blocks / paged.sequences_live
@@ -86,7 +96,7 @@ def _time(plan: Plan, policy: Policy) -> list[str]:
         return []
     deployment = plan.deployment
     load = Load(policy.batch, round(policy.batch * deployment.mean_context()))
-    name = describe_formats(policy.formats)
+    name = policy.name
     lines = []
     for end, clock in policy.clocks.items():
         step = clock(load)
@@ -96,11 +106,15 @@ def _time(plan: Plan, policy: Policy) -> list[str]:
             f"{load.decode_context:,} tokens takes {1e3 * step.seconds:.3f} ms: {parts}."
         )
     if plan.calibration is None:
-        model = deployment.served_model(policy.formats)
-        lines.append(
+        model = deployment.served_model(policy.formats, policy.block_size)
+        reads = (
             f"{name}: a card reads {model.weight_bytes_read(load.tokens) / 1e9:.3f} GB of weights "
             f"and {load.decode_context * model.kv_token_bytes / 1e9:.3f} GB of cache, and does "
             f"{model.operations(load) / 1e12:.3f} T operations. step = layers + tokens + the "
             "largest of memory, cube and vector + collectives."
         )
+        if model.copied_bytes:
+            copied = 2 * load.decode_context * model.copied_bytes
+            reads += f" Copying the cache writes and reads {copied / 1e9:.3f} GB more."
+        lines.append(reads)
     return lines

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ascend_kv.cache.tables import PagedTables
+from ascend_kv.cache.group_tables import GroupTables
+from ascend_kv.cache.tables import PagedTables, SequenceTables
+from ascend_kv.compressed_layers import plan_groups
 from ascend_kv.config import SchedulerConfig, plan_blocks
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.planning import Plan, named_as_flags
-from ascend_kv.plan.capacity import describe_formats
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.simulation import Percentiles, Simulation, simulate
+from ascend_kv.plan.sparse_deployment import SparsePolicy, layers_of
 from ascend_kv.text_table import TextTable
 
 
@@ -45,27 +47,39 @@ def simulate_plan(plan: Plan, block_sizes: Sequence[int]) -> list[Run]:
     return [_run(plan, policy, size) for policy in plan.policies for size in block_sizes]
 
 
-def _run(plan: Plan, policy: Policy, block_size: int) -> Run:
+def _run(plan: Plan, policy: Policy | SparsePolicy, block_size: int) -> Run:
     deployment = plan.deployment
     serving = deployment.serving
     with named_as_flags():
-        blocks = plan_blocks(
-            deployment.geometry,
-            policy.formats,
-            block_size,
-            policy.budget.kv_bytes,
-            serving.max_model_len,
-        )
+        tables = _tables(plan, policy, block_size)
         limits = SchedulerConfig(
             serving.max_model_len, serving.max_num_seqs, serving.max_num_batched_tokens
         )
-        result = simulate(
-            plan.arrivals, PagedTables(blocks, block_size), limits, policy.clocks["best"]
-        )
-    sides = (side for spec in policy.formats for side in (spec.key, spec.value))
-    multiples = (deployment.device.block_multiples[side.name] for side in sides)
+        result = simulate(plan.arrivals, tables, limits, policy.clocks["best"])
+    if isinstance(policy, SparsePolicy):
+        names = set(policy.formats)
+    else:
+        names = {side.name for spec in policy.formats for side in (spec.key, spec.value)}
+    multiples = (deployment.device.block_multiples[name] for name in names)
     legal = all(block_size % multiple == 0 for multiple in multiples)
-    return Run(describe_formats(policy.formats), block_size, legal, result)
+    return Run(policy.name, block_size, legal, result)
+
+
+def _tables(plan: Plan, policy: Policy | SparsePolicy, block_size: int) -> SequenceTables:
+    """Empty tables of the policy's memory in blocks of another size."""
+    deployment, memory = plan.deployment, policy.budget.kv_bytes
+    longest = deployment.serving.max_model_len
+    if isinstance(policy, Policy):
+        geometry = deployment.geometry
+        blocks = plan_blocks(geometry, policy.formats, block_size, memory, longest)
+        return PagedTables(blocks, block_size)
+    layers = layers_of(deployment)
+    groups = plan_groups(
+        layers, policy.formats, block_size, memory, longest, deployment.serving.max_num_seqs
+    )
+    if not layers.window_tokens:  # an entry of each token, and no slots
+        return PagedTables(groups.csa, block_size)
+    return GroupTables(layers, groups)
 
 
 def table(runs: Sequence[Run], plan: Plan) -> TextTable:

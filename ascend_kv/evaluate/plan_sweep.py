@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate.planning import Plan
-from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.performance import Load
+from ascend_kv.plan.sparse_deployment import SparsePolicy, layers_of, sequence_bytes
 from ascend_kv.text_table import TextTable
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -48,16 +49,15 @@ def sweep(plan: Plan) -> list[Point]:
     points = []
     for policy in plan.policies:
         for context in sorted(contexts):
-            blocks = -(-context // policy.block_size)
             for batch in BATCHES:
                 load = Load(batch, batch * context)
                 times = {name: clock(load) for name, clock in policy.clocks.items()}
                 points.append(
                     Point(
-                        describe_formats(policy.formats),
+                        policy.name,
                         batch,
                         context,
-                        batch * blocks <= policy.paged.num_blocks,
+                        _fits(plan, policy, batch, context),
                         times["low"].seconds,
                         times["best"].seconds,
                         times["high"].seconds,
@@ -65,6 +65,15 @@ def sweep(plan: Plan) -> list[Point]:
                     )
                 )
     return points
+
+
+def _fits(plan: Plan, policy: Policy | SparsePolicy, batch: int, context: int) -> bool:
+    """Whether so many sequences of so many tokens have room, with slots for as many."""
+    if isinstance(policy, Policy):
+        return batch * -(-context // policy.block_size) <= policy.paged.num_blocks
+    layers = layers_of(plan.deployment)
+    one = sequence_bytes(layers, policy.formats, policy.block_size, context)
+    return batch * sum(one.values()) <= policy.budget.kv_bytes
 
 
 def table(points: Sequence[Point]) -> TextTable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,10 +26,11 @@ from ascend_kv.plan.deployment import (
 )
 from ascend_kv.plan.hardware import get_hardware
 from ascend_kv.plan.memory import Serving
-from ascend_kv.plan.models import PlannedModel, find_planned_model
-from ascend_kv.plan.parallel import choose_parallel
-from ascend_kv.plan.parameters import weight_format
+from ascend_kv.plan.models import PlannedModel, find_planned_model, planned_weights
+from ascend_kv.plan.parallel import Parallel, choose_parallel, choose_sparse_parallel
 from ascend_kv.plan.published import stacks
+from ascend_kv.plan.published_v4 import sparse_stacks
+from ascend_kv.plan.sparse_deployment import SparsePolicy, plan_sparse_policy
 from ascend_kv.plan.traces import Arrival, lengths_of, poisson_trace, read_trace
 from ascend_kv.user_values import parse_bytes
 
@@ -41,6 +42,7 @@ _FLAGS = {
     "granularity": "--granularity",
     "scale_type": "--scale-type",
     "group_size": "--group-size",
+    "indexer_cache_dtype": "--indexer-format",
     "block_size": "--block-size",
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
@@ -55,35 +57,51 @@ class Plan(NamedTuple):
 
     Attributes:
         deployment: what was planned.
-        policies: one for each format.
+        policies: one for each format, all of the kind that the model has.
         arrivals: the requests, drawn or read.
         calibration: of this machine, where there is one.
     """
 
     deployment: Deployment
-    policies: list[Policy]
+    policies: Sequence[Policy] | Sequence[SparsePolicy]
     arrivals: list[Arrival]
     calibration: Calibration | None
 
     @property
-    def fullest(self) -> Policy:
+    def fullest(self) -> Policy | SparsePolicy:
         """The policy whose parts beside the cache take most: theirs are shown for all."""
 
-        def size(policy: Policy) -> tuple[int, int]:
+        def size(policy: Policy | SparsePolicy) -> tuple[int, int]:
             parts = policy.budget.parts
             return sum(part.high for part in parts), sum(part.bytes for part in parts)
 
         return max(self.policies, key=size)
 
-    def why_no_speed(self, policy: Policy) -> str:
+    @property
+    def stacks(self) -> Mapping[str, str]:
+        """ "low", "best" and "high": what is fitted to for such a model."""
+        sparse = self.deployment.model.geometry.compressed is not None
+        found = sparse_stacks(self.deployment.weights) if sparse else stacks()
+        return {name: source for name, (_, source) in found.items()}
+
+    def why_no_speed(self, policy: Policy | SparsePolicy) -> str:
         """In words, of a policy without clocks."""
         name = self.deployment.hardware.name
-        if self.deployment.by_references(policy.formats):
-            formats = describe_formats(policy.formats)
-            return f"{formats} has no kernel on a {name}: it is served by references"
+        if isinstance(policy, SparsePolicy):
+            if name == "cpu":
+                return "only cards with a published bandwidth are predicted for such a model"
+        elif self.deployment.by_references(policy.formats):
+            return f"{policy.name} has no kernel on a {name}: it is served by references"
         if name == "cpu":
             return "add --calibrate, which measures this machine"
         return f"no bandwidth is published for the {name}"
+
+    def why_copied(self, policy: Policy | SparsePolicy) -> str | None:
+        """In words, why an NPU copies the cache in every step; None where it need not."""
+        if isinstance(policy, SparsePolicy):
+            return None
+        copied = self.deployment.copied(policy.formats, policy.block_size)
+        return next(iter(copied.values()), None)
 
     def need_speed(self, flag: str) -> None:
         """Refuse a flag that wants to know how long steps take.
@@ -114,21 +132,23 @@ def make_plan(options: argparse.Namespace) -> Plan:
     arrivals = _arrivals(options, serving.max_model_len)
     with named_as_flags():
         device, hardware = get_hardware(options.device)
-    geometry = model.geometry
     deployment = Deployment(
         model=model,
-        weights=weight_format(options.weights, geometry.dtype),
-        parallel=choose_parallel(
-            geometry, options.cards, options.tensor_parallel, options.data_parallel
-        ),
+        weights=planned_weights(options.weights, model, device),
+        parallel=_parallel(options, model),
         device=device,
         hardware=hardware,
         serving=serving,
         lengths=lengths_of(arrivals),
         kv_bytes=kv_bytes,
     )
-    caches = _caches(options)
+    caches = _caches(options, model)
     calibration = _calibration(options, deployment, caches)
+    if model.geometry.compressed is not None:
+        costs = {name: each for name, (each, _) in sparse_stacks(deployment.weights).items()}
+        with named_as_flags():
+            sparse = [plan_sparse_policy(deployment, cache, costs) for cache in caches]
+        return Plan(deployment, sparse, arrivals, None)
     maker = _calibrated_clocks(calibration) if calibration else roofline_clocks(
         {name: costs for name, (costs, _) in stacks().items()}
     )  # fmt: skip
@@ -137,6 +157,20 @@ def make_plan(options: argparse.Namespace) -> Plan:
         with named_as_flags():
             policies.append(plan_policy(deployment, cache, maker))
     return Plan(deployment, policies, arrivals, calibration)
+
+
+def _parallel(options: argparse.Namespace, model: PlannedModel) -> Parallel:
+    cards, tensor, data = options.cards, options.tensor_parallel, options.data_parallel
+    expert = options.expert_parallel
+    if model.geometry.compressed is None:
+        if expert is not None:
+            legal = "with DeepSeek-V3.2 and V4 only"
+            hint = "Other models' experts are cut over the cards of a copy, as all matrices."
+            raise UsageError("--expert-parallel", expert, legal, hint)
+        return choose_parallel(model.geometry, cards, tensor, data)
+    heads = [model.geometry.num_heads, *(n for n in (model.config.get("o_groups"),) if n)]
+    experts = model.parameters.num_experts
+    return choose_sparse_parallel(heads, experts, (cards, tensor, data, expert))
 
 
 def _serving(options: argparse.Namespace, model: PlannedModel) -> Serving:
@@ -186,13 +220,18 @@ def _rate(given: str | None) -> float:
     return rate
 
 
-def _caches(options: argparse.Namespace) -> list[CacheConfig]:
+def _caches(options: argparse.Namespace, model: PlannedModel) -> list[CacheConfig]:
     """A policy for each format; what is about scales in quantized ones only."""
+    sparse = model.geometry.compressed is not None
+    if options.indexer_format is not None and not sparse:
+        legal = "with DeepSeek-V3.2 and V4 only"
+        raise UsageError("--indexer-format", options.indexer_format, legal)
+    names = options.formats or ("auto,int8" if sparse else "float16,int8")
     skipped = whole_numbers(
         options.skip_layers, "--skip-layers", "layer numbers with commas, such as 0,1"
     )
     caches = []
-    for name in (name.strip() for name in options.formats.split(",")):
+    for name in (name.strip() for name in names.split(",")):
         try:
             with named_as_flags():
                 caches.append(
@@ -202,6 +241,7 @@ def _caches(options: argparse.Namespace) -> list[CacheConfig]:
                         symmetric=not options.asymmetric,
                         scale_type=options.scale_type,
                         group_size=options.group_size,
+                        indexer_cache_dtype=options.indexer_format or "auto",
                         kv_cache_dtype_skip_layers=() if name in ("auto", *FORMATS) else skipped,
                         block_size=options.block_size,
                     )
@@ -224,6 +264,9 @@ def _calibration(
     if not options.calibrate and options.calibration is None:
         return None
     flag = "--calibrate" if options.calibrate else "--calibration"
+    if deployment.model.geometry.compressed is not None:
+        legal = "a model that keeps every token"
+        raise UsageError(flag, deployment.model.name, legal, "Other steps are not measured.")
     if deployment.hardware.name != "cpu":
         raise UsageError(flag, options.device, "with --device cpu", "This machine is measured.")
     model, weights = deployment.model, deployment.weights.name
@@ -261,7 +304,7 @@ def _calibration(
 
 
 def _calibrated_clocks(calibration: Calibration) -> ClockMaker:
-    return lambda deployment, formats: calibration.clocks(describe_formats(formats))
+    return lambda deployment, formats, _: calibration.clocks(describe_formats(formats))
 
 
 @contextmanager

@@ -107,6 +107,7 @@ def _deepseek(source: str, published: float, model_type: str, **fields: Any) -> 
     return _model(f"deepseek-ai/{source}", published, model_type, False, common | fields)
 
 
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": (128, 128)}
 _CSA, _HCA, _WINDOW = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
@@ -124,6 +125,7 @@ def _deepseek_v4(
         num_hidden_layers=layers, layer_types=tuple(kinds), num_key_value_heads=1, head_dim=512,
         qk_rope_head_dim=64, num_experts_per_tok=6, sliding_window=128, index_n_heads=64,
         index_head_dim=128, max_position_embeddings=1048576, compress_rates={_CSA: 4, _HCA: 128},
+        hc_mult=4, quantization_config=_FP8, expert_dtype="fp4",
         **fields,
     )  # fmt: skip
 
@@ -163,18 +165,13 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
             "Mixtral-8x7B-Instruct-v0.1", 46.7e9, (32, 4096, 32, 8, 14336), 32000,
             {"num_local_experts": 8, "num_experts_per_tok": 2},
         ),
-    }
-)  # fmt: skip
-"""By short name, such as "qwen2.5-7b"."""
-
-DEEPSEEK_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
-    {
         "deepseek-v3.2": _deepseek(
             "DeepSeek-V3.2-Exp", 671e9, "deepseek_v32",
             num_hidden_layers=61, hidden_size=7168, intermediate_size=18432,
             num_attention_heads=128, num_key_value_heads=128, kv_lora_rank=512, q_lora_rank=1536,
             qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256,
             num_experts_per_tok=8, first_k_dense_replace=3, index_n_heads=64, index_head_dim=128,
+            index_topk=2048, quantization_config=_FP8,
             max_position_embeddings=163840,
         ),
         "deepseek-v4-flash": _deepseek_v4(
@@ -190,7 +187,7 @@ DEEPSEEK_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""What published measurements ran. Their caches are of other kinds: they are not planned."""
+"""By short name, such as "qwen2.5-7b"."""
 
 _REPOSITORIES = {
     builtin.source.removeprefix("config.json of ").lower(): name

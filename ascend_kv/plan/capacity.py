@@ -73,7 +73,7 @@ def capacity(
     """
     if allocator not in ALLOCATORS:
         raise UsageError("allocator", allocator, ALLOCATORS)
-    _check_lengths(lengths, max_model_len)
+    check_lengths(lengths, max_model_len)
     num_blocks = plan_blocks(geometry, formats, block_size, budget_bytes, max_model_len)
     reserved_blocks = -(-max_model_len // block_size)
     full_length = num_blocks // reserved_blocks
@@ -82,9 +82,8 @@ def capacity(
         mean = live = float(full_length)
     else:
         last = sum(-(-(prompt + output - 1) // block_size) for prompt, output in lengths)
-        held = sum(_block_steps(prompt, output, block_size) for prompt, output in lengths)
         mean = num_blocks * len(lengths) / last
-        live = num_blocks * sum(output for _, output in lengths) / held
+        live = num_blocks / mean_blocks(lengths, block_size)
     block_bytes = geometry.block_bytes(formats, block_size)
     return Capacity(
         scheme=f"{allocator} {describe_formats(formats)}",
@@ -98,7 +97,12 @@ def capacity(
     )
 
 
-def _check_lengths(lengths: Sequence[tuple[int, int]], max_model_len: int) -> None:
+def check_lengths(lengths: Sequence[tuple[int, int]], max_model_len: int) -> None:
+    """Refuse requests that could not be served.
+
+    Raises:
+        UsageError: no requests, or one longer than ``max_model_len``.
+    """
     if not lengths:
         raise UsageError("lengths", list(lengths), "the lengths of one request or more")
     for prompt, output in lengths:
@@ -111,12 +115,24 @@ def _check_lengths(lengths: Sequence[tuple[int, int]], max_model_len: int) -> No
             )
 
 
-def _block_steps(prompt: int, output: int, block_size: int) -> int:
-    """Blocks held, summed over the steps: the sum of ceil(t / S) for t = P ... P + O - 1."""
+def mean_blocks(lengths: Sequence[tuple[int, int]], block_size: int, ratio: int = 1) -> float:
+    """Blocks that a sequence holds, averaged over all steps of all requests.
 
-    def up_to(tokens: int) -> int:  # the sum of ceil(t / S) for t = 1 ... tokens
-        whole, rest = divmod(tokens, block_size)
-        return block_size * whole * (whole + 1) // 2 + rest * (whole + 1)
+    Args:
+        lengths: prompt and output tokens.
+        block_size: entries of a block. ratio: tokens of an entry, which whole ones have.
+    """
+    held = sum(_block_steps(prompt, output, block_size, ratio) for prompt, output in lengths)
+    return held / sum(output for _, output in lengths)
+
+
+def _block_steps(prompt: int, output: int, block_size: int, ratio: int) -> int:
+    """Blocks held, summed over the steps: of ceil((t // r) / S) for t = P ... P + O - 1."""
+
+    def up_to(tokens: int) -> int:
+        """For t = 1 ... tokens: block j is held from r * (j * S + 1) tokens on."""
+        blocks = (tokens - ratio) // (ratio * block_size) + 1 if tokens >= ratio else 0
+        return blocks * (tokens + 1 - ratio) - ratio * block_size * blocks * (blocks - 1) // 2
 
     return up_to(prompt + output - 1) - up_to(prompt - 1)
 

@@ -10,13 +10,15 @@ from ascend_kv.config import CacheConfig, resolve_block_size, resolve_formats
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, ModelGeometry
-from ascend_kv.plan.capacity import Capacity, capacity
+from ascend_kv.plan.attention_reads import why_copied
+from ascend_kv.plan.capacity import Capacity, capacity, describe_formats
 from ascend_kv.plan.hardware import Hardware
 from ascend_kv.plan.memory import (
     Budget,
     Part,
     Serving,
     activations_part,
+    copied_part,
     fixed_parts,
     loaded_prefix_part,
     make_budget,
@@ -25,7 +27,6 @@ from ascend_kv.plan.memory import (
 )
 from ascend_kv.plan.models import PlannedModel
 from ascend_kv.plan.parallel import Parallel, rank_geometry
-from ascend_kv.plan.parameters import WeightFormat
 from ascend_kv.plan.performance import (
     Clock,
     Costs,
@@ -35,6 +36,7 @@ from ascend_kv.plan.performance import (
     latency,
     roofline_clock,
 )
+from ascend_kv.plan.weight_formats import WeightFormat
 from ascend_kv.user_values import format_bytes
 
 Lengths = Sequence[tuple[int, int]]
@@ -79,7 +81,7 @@ class Deployment:
     def mean_prompt(self) -> int:
         return round(sum(prompt for prompt, _ in self.lengths) / len(self.lengths))
 
-    def parts(self, formats: Sequence[LayerFormat]) -> list[Part]:
+    def parts(self, formats: Sequence[LayerFormat], block_size: int) -> list[Part]:
         """A card's memory without the cache."""
         model, serving, parallel = self.model, self.serving, self.parallel
         return [
@@ -90,7 +92,15 @@ class Deployment:
             ),
             score_bias_part(model.geometry, formats, serving, parallel),
             loaded_prefix_part(self.geometry, formats, serving, self.hardware, self.element_bytes),
+            *self._copy_part(formats, block_size),
         ]
+
+    def _copy_part(self, formats: Sequence[LayerFormat], block_size: int) -> list[Part]:
+        copied = self.copied(formats, block_size)
+        if not copied:
+            return []
+        context, reason = self.mean_context(), next(iter(copied.values()))
+        return [copied_part(self.geometry, self.serving, context, self.element_bytes, reason)]
 
     def budget(self, formats: Sequence[LayerFormat], block_size: int) -> Budget:
         """What the cache gets on a card.
@@ -98,7 +108,17 @@ class Deployment:
         Raises:
             UsageError: something does not fit; says what.
         """
-        parts = self.parts(formats)
+        longest = self.serving.max_model_len
+        blocks = -(-longest // block_size)
+        least = self.geometry.cache_bytes(formats, blocks, block_size, longest)
+        return self.share_out(self.parts(formats, block_size), least)
+
+    def share_out(self, parts: list[Part], least: int) -> Budget:
+        """What ``parts`` leave to the cache on a card, which wants ``least`` bytes.
+
+        Raises:
+            UsageError: something does not fit; says what.
+        """
         if self.hardware.memory_bytes is None:
             if self.kv_bytes is None:
                 legal = "a KV budget such as 90MB or 1.5GiB, or a --device whose memory is known"
@@ -106,9 +126,6 @@ class Deployment:
                 raise UsageError("--memory", None, legal, hint)
             total = self.kv_bytes + sum(part.bytes for part in parts)
             return Budget(parts, self.kv_bytes, self.kv_bytes, self.kv_bytes, total)
-        longest = self.serving.max_model_len
-        blocks = -(-longest // block_size)
-        least = self.geometry.cache_bytes(formats, blocks, block_size, longest)
         budget = make_budget(self.hardware, parts, self.serving, least)
         if self.kv_bytes is None:
             return budget
@@ -127,9 +144,26 @@ class Deployment:
         sides = (side.name for spec in formats for side in (spec.key, spec.value))
         return any(name in self.device.by_references for name in sides)
 
-    def served_model(self, formats: Sequence[LayerFormat]) -> ServedModel:
+    def copied(self, formats: Sequence[LayerFormat], block_size: int) -> dict[LayerFormat, str]:
+        """The formats that a 910B copies out of the cache for every decode, and why."""
+        geometry, longest = self.model.geometry, self.serving.max_model_len
+        if not self.device.name.startswith("910B"):
+            return {}  # a CPU reads all; of a 950's attention no rules were read
+        halves = {"float16", "bfloat16"}
+        sides = {side.name for spec in formats for side in (spec.key, spec.value)}
+        # a cache of the other half type is one of a model that runs in that type
+        dtype = min(sides & halves or {geometry.dtype} & halves or {"float16"})
+        found = {
+            spec: why_copied(geometry, spec, dtype, block_size, longest)
+            for spec in dict.fromkeys(formats)
+        }
+        return {spec: reason for spec, reason in found.items() if reason is not None}
+
+    def served_model(self, formats: Sequence[LayerFormat], block_size: int) -> ServedModel:
         """What one card works on in a step."""
-        geometry = self.geometry
+        geometry, copied = self.geometry, self.copied(formats, block_size)
+        dense = 2 * geometry.num_kv_heads * geometry.head_dim * self.element_bytes
+        on_npu = self.device.name != "cpu"
         quantized = sum(side.quantized for spec in formats for side in (spec.key, spec.value))
         numbers = quantized * geometry.num_kv_heads * geometry.head_dim
         return ServedModel(
@@ -141,20 +175,25 @@ class Deployment:
             hidden_size=geometry.hidden_size,
             kv_token_bytes=geometry.token_bytes(formats),
             kv_numbers=numbers,
+            copied_bytes=dense * sum(spec in copied for spec in formats),
+            loaded_bytes=dense * sum(spec.quantized for spec in formats) * on_npu,
         )
 
 
-ClockMaker = Callable[[Deployment, Sequence[LayerFormat]], Mapping[str, Clock]]
-"""The clocks of a deployment with a cache of these formats, by name: "low", "best", "high"."""
+ClockMaker = Callable[[Deployment, Sequence[LayerFormat], int], Mapping[str, Clock]]
+"""The clocks of a deployment with a cache of these formats, in blocks of so many tokens, by name:
+"low", "best", "high"."""
 
 
 def roofline_clocks(costs: Mapping[str, Costs]) -> ClockMaker:
     """Clocks from a card's published rates; none where it has none, or no kernel for a format."""
 
-    def make(deployment: Deployment, formats: Sequence[LayerFormat]) -> Mapping[str, Clock]:
+    def make(
+        deployment: Deployment, formats: Sequence[LayerFormat], block_size: int
+    ) -> Mapping[str, Clock]:
         if not has_rates(deployment.hardware) or deployment.by_references(formats):
             return {}
-        model = deployment.served_model(formats)
+        model = deployment.served_model(formats, block_size)
         return {
             name: roofline_clock(model, deployment.hardware, each) for name, each in costs.items()
         }
@@ -189,6 +228,28 @@ class Policy(NamedTuple):
     latencies: Mapping[str, Latency]
     clocks: Mapping[str, Clock]
 
+    @property
+    def name(self) -> str:
+        """The formats in few words."""
+        return describe_formats(self.formats)
+
+
+def latencies_of(
+    deployment: Deployment, batch: int, clocks: Mapping[str, Clock]
+) -> dict[str, Latency]:
+    """TTFT, TPOT and throughput of a deployment by the names of its clocks."""
+    return {
+        name: latency(
+            clock,
+            batch=batch,
+            prompt_tokens=deployment.mean_prompt(),
+            context_tokens=deployment.mean_context(),
+            max_num_batched_tokens=deployment.serving.max_num_batched_tokens,
+            copies=deployment.parallel.data,
+        )
+        for name, clock in clocks.items()
+    }
+
 
 def plan_policy(deployment: Deployment, cache: CacheConfig, make_clocks: ClockMaker) -> Policy:
     """Plan one cache policy.
@@ -218,18 +279,7 @@ def plan_policy(deployment: Deployment, cache: CacheConfig, make_clocks: ClockMa
         for allocator in ("paged", "contiguous")
     )
     batch = max(1, min(serving.max_num_seqs, int(paged.sequences_live)))
-    clocks = make_clocks(deployment, formats)
-    latencies = {
-        name: latency(
-            clock,
-            batch=batch,
-            prompt_tokens=deployment.mean_prompt(),
-            context_tokens=deployment.mean_context(),
-            max_num_batched_tokens=serving.max_num_batched_tokens,
-            copies=deployment.parallel.data,
-        )
-        for name, clock in clocks.items()
-    }
+    clocks = make_clocks(deployment, formats, block_size)
     longest = min(deployment.model.geometry.max_position_tokens, paged.num_blocks * block_size)
     return Policy(
         formats,
@@ -240,6 +290,6 @@ def plan_policy(deployment: Deployment, cache: CacheConfig, make_clocks: ClockMa
         longest,
         int(paged.sequences_live) + 1,
         batch,
-        latencies,
+        latencies_of(deployment, batch, clocks),
         clocks,
     )

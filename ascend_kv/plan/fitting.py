@@ -17,23 +17,19 @@ class Step(NamedTuple):
     Attributes:
         name: what was run.
         seconds: of the step.
-        layers: of the model.
-        tokens: decoded tokens of the step on one card.
+        features: what it did, by the name of the parameter that says what such a thing costs.
         roofline_seconds: the least time its bytes and operations take at published peaks.
         tokens_per_rate: the published figure is this over the step's seconds; 0 where the seconds
             themselves were published.
         extra_seconds: what the model adds without fitting, such as collectives.
-        drafts: tokens that a draft layer proposes one after the other before the step.
     """
 
     name: str
     seconds: float
-    layers: int
-    tokens: float
+    features: Mapping[str, float]
     roofline_seconds: float
     tokens_per_rate: float = 0.0
     extra_seconds: float = 0.0
-    drafts: int = 0
 
     def published(self, seconds: float | None = None) -> float:
         """The published figure, or what it would be for a step of ``seconds``."""
@@ -46,36 +42,52 @@ class Step(NamedTuple):
         return self.roofline_seconds / self.seconds
 
 
-FREE = ("layer_seconds", "token_seconds", "roofline_factor", "draft_seconds")
-"""What can be fitted; ``roofline_factor`` is 1 / memory_efficiency."""
-_UNFITTED = {name: float(name == "roofline_factor") for name in FREE}
+_UNFITTED = {"roofline_factor": 1.0, "stack": 1.0}
+"""What a parameter is where it is not fitted; others are 0."""
 
 
-def _feature(step: Step, name: str) -> float:
-    return {
-        "layer_seconds": float(step.layers),
-        "token_seconds": step.tokens,
-        "roofline_factor": step.roofline_seconds,
-        "draft_seconds": float(step.drafts),
-    }[name]
+def dense_step(
+    name: str,
+    seconds: float,
+    layers: int,
+    tokens: float,
+    roofline_seconds: float,
+    tokens_per_rate: float = 0.0,
+    extra_seconds: float = 0.0,
+) -> Step:
+    """A decode step of a model whose attention is not sparse.
+
+    Its features: "layer_seconds", the layers; "token_seconds", decoded tokens on one card; and
+    "roofline_factor", which is 1 / memory_efficiency.
+    """
+    features = {
+        "layer_seconds": float(layers),
+        "token_seconds": tokens,
+        "roofline_factor": roofline_seconds,
+    }
+    return Step(name, seconds, features, roofline_seconds, tokens_per_rate, extra_seconds)
 
 
 def fit(steps: Sequence[Step], free: Sequence[str]) -> dict[str, float]:
-    """Values of all of ``FREE``: those named fitted, the others 0, or 1 for the roofline.
+    """Values of all parameters: those named fitted, the others 0, or 1 where they are factors.
 
     Args:
         steps: at least as many as there are free parameters.
-        free: some of ``FREE``, those that matter most first: from the last one on they are left
-            out as long as the rows cannot tell them apart.
+        free: features of the steps, those that matter most first: from the last one on they are
+            left out as long as the rows cannot tell them apart.
     """
     assert len(steps) >= len(free), "more parameters than rows"
-    values = dict(_UNFITTED)
-    fixed = [name for name in FREE if name not in free]
     rows = []
     for step in steps:
-        known = step.extra_seconds + sum(values[name] * _feature(step, name) for name in fixed)
-        rows.append(({name: _feature(step, name) for name in free}, step.seconds, known))
-    return values | least_relative_squares(rows, free)
+        known = step.extra_seconds + sum(
+            _UNFITTED.get(name, 0.0) * value
+            for name, value in step.features.items()
+            if name not in free
+        )
+        rows.append(({name: step.features.get(name, 0.0) for name in free}, step.seconds, known))
+    every = {name for step in steps for name in step.features}
+    unfitted = {name: _UNFITTED.get(name, 0.0) for name in every}
+    return unfitted | least_relative_squares(rows, free)
 
 
 Row = tuple[Mapping[str, float], float, float]
@@ -138,7 +150,9 @@ def _solve(measured: Sequence[Row], free: Sequence[str]) -> dict[str, float] | N
 
 def predict_seconds(step: Step, values: Mapping[str, float]) -> float:
     """The step's time by fitted values."""
-    return step.extra_seconds + sum(values[name] * _feature(step, name) for name in FREE)
+    return step.extra_seconds + sum(
+        values[name] * value for name, value in step.features.items() if name in values
+    )
 
 
 class Held(NamedTuple):
@@ -168,13 +182,21 @@ class Held(NamedTuple):
         return self.constant / self.published - 1
 
 
-def leave_one_out(steps: Sequence[Step], free: Sequence[str]) -> list[Held]:
-    """Every row from all others."""
-    return [hold_out(step, [other for other in steps if other is not step], free) for step in steps]
+def leave_one_out(
+    steps: Sequence[Step], free: Sequence[str], more: Sequence[Step] = ()
+) -> list[Held]:
+    """Every row from all others, and from ``more``, which the mean does not see."""
+    return [
+        hold_out(step, [other for other in steps if other is not step], free, more)
+        for step in steps
+    ]
 
 
-def hold_out(step: Step, others: Sequence[Step], free: Sequence[str]) -> Held:
-    """One row from ``others``."""
-    predicted = step.published(predict_seconds(step, fit(others, free)))
+def hold_out(
+    step: Step, others: Sequence[Step], free: Sequence[str], more: Sequence[Step] = ()
+) -> Held:
+    """One row from ``others`` and ``more``."""
+    values = fit([*others, *more], free)
     constant = sum(other.published() for other in others) / len(others)
+    predicted = step.published(predict_seconds(step, values))
     return Held(step.name, step.published(), predicted, constant, step.efficiency)

@@ -15,7 +15,8 @@ from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, ModelGeometry
 from ascend_kv.plan.hardware import Hardware
 from ascend_kv.plan.parallel import Parallel
-from ascend_kv.plan.parameters import Parameters, WeightFormat
+from ascend_kv.plan.parameters import Parameters
+from ascend_kv.plan.weight_formats import WeightFormat
 from ascend_kv.user_values import format_bytes
 
 _MIB, _GIB = 2**20, 2**30
@@ -63,15 +64,21 @@ class Serving:
 
 def weights_part(parameters: Parameters, weights: WeightFormat, parallel: Parallel) -> Part:
     """One card's weights: matrices shared out, vectors on every card."""
-    linear = parameters.attention + parameters.dense + parameters.experts
+    linear, experts = parameters.attention + parameters.dense, parameters.experts
     other = parameters.embedding + (0 if parameters.tied else parameters.output)
-    stored = (linear * weights.linear_bytes + other * weights.other_bytes) / parallel.tensor
+    stored = (parameters.linear_bytes(weights) + other * weights.other_bytes) / parallel.tensor
+    stored += experts * weights.expert_bytes / parallel.expert
     size = round(stored + parameters.norms * weights.other_bytes)
+    each = parameters.linear_bytes(weights) / linear
     formula = (
-        f"({linear:,} linear x {weights.linear_bytes:g} B + {other:,} embedding and output x "
+        f"({linear:,} linear x {each:.4g} B + {other:,} embedding and output x "
         f"{weights.other_bytes:g} B) / {parallel.tensor} + {parameters.norms:,} vectors x "
         f"{weights.other_bytes:g} B"
     )
+    if experts:
+        formula += (
+            f" + {experts:,} in routed experts x {weights.expert_bytes:g} B / {parallel.expert}"
+        )
     # 3 %: 1.14 GiB were measured where 1.11 are counted (vllm-ascend pull request 8289)
     return Part("weights", size, size, round(1.03 * size), formula, f"config; {weights.source}")
 
@@ -82,16 +89,20 @@ def activations_part(
     serving: Serving,
     parallel: Parallel,
     element_bytes: int,
+    streams: int = 1,
 ) -> Part:
     """What one layer keeps for all tokens of a step, and the logits of its sequences.
 
-    Residual, its norm and the layer's result in full width; gate, up and their product in the
-    card's share. Logits once in the model's type, and twice in float32, for the sampler.
+    Residual (DeepSeek-V4 has several ``streams`` of it), its norm and the layer's result in full
+    width; gate, up and their product in the card's share; where cards share experts, what tokens
+    carry to them and back. Logits once in the model's type, and twice in float32, for the sampler.
     """
     tokens = serving.max_num_batched_tokens
     layers = geometry.num_layers
     per_token = parameters.experts_per_token
-    wide = 3 * geometry.hidden_size
+    wide = (2 + streams) * geometry.hidden_size
+    if parallel.experts is not None and parallel.expert > 1:
+        wide += 2 * per_token * geometry.hidden_size
     inner = (parameters.dense // layers + parameters.experts // layers * per_token // max(
         1, parameters.num_experts
     )) // geometry.hidden_size // parallel.tensor  # fmt: skip
@@ -163,6 +174,32 @@ def loaded_prefix_part(
     )
     source = "paged_attention of this package: prompts over a quantized cache load it densely"
     return Part("loaded prefix", one, 0, most * one, formula, source)
+
+
+def copied_part(
+    geometry: ModelGeometry, serving: Serving, context: float, element_bytes: int, reason: str
+) -> Part:
+    """Keys and values of all decoding sequences, dense, where attention does not read the cache.
+
+    They are written out side by side, all as long as the longest, for one layer at a time.
+
+    Args:
+        geometry: one card's share.
+        serving: sequences of a step, and the longest.
+        context: tokens of a sequence, on the average.
+        element_bytes: of the queries' type.
+        reason: why the cache is not read as it lies.
+    """
+    token = 2 * geometry.num_kv_heads * geometry.head_dim * element_bytes
+    one, most = round(context) * token, serving.max_model_len * token
+    formula = (
+        f"{serving.max_num_seqs} sequences x 2 x {geometry.num_kv_heads} heads x "
+        f"{round(context):,} tokens x {geometry.head_dim} x {element_bytes} B; up to "
+        f"{serving.max_model_len:,} tokens"
+    )
+    source = f"paged_attention of this package; {reason}"
+    size, high = serving.max_num_seqs * one, serving.max_num_seqs * most
+    return Part("copied cache", size, token, high, formula, source)
 
 
 def fixed_parts(hardware: Hardware, parallel: Parallel) -> list[Part]:
@@ -258,6 +295,8 @@ def _does_not_fit(hardware: Hardware, part: Part, left: int, parts: Sequence[Par
         "activations": "Lower --max-num-batched-tokens or --max-num-seqs.",
         "score-bias buffer": "Lower --max-model-len or --max-num-seqs.",
         "loaded prefix": "Lower --max-model-len.",
+        "copied cache": "Lower --max-num-seqs, or take a format that is read as it lies.",
+        "indexer scores": "Lower --max-model-len or --max-num-batched-tokens.",
     }.get(part.name, "Raise --memory-utilization.")
     return UsageError(
         "--device",

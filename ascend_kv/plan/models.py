@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascend_kv.errors import UnsupportedModelError, UsageError
+from ascend_kv.devices import Device
+from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry, geometry_from_config
-from ascend_kv.model_files import load_config
+from ascend_kv.model_files import load_config, read_json
 from ascend_kv.plan.builtin_models import BUILTIN_MODELS, find_builtin
+from ascend_kv.plan.latent import LATENT_MODEL_TYPE, latent_geometry
 from ascend_kv.plan.parameters import Parameters, count_parameters
+from ascend_kv.plan.weight_formats import WEIGHT_FORMATS, WeightFormat, weight_format
 
 
 class PlannedModel(NamedTuple):
@@ -46,6 +49,33 @@ class PlannedModel(NamedTuple):
         )
 
 
+def planned_weights(name: str, model: PlannedModel, device: Device) -> WeightFormat:
+    """The format of that name.
+
+    "auto" is the model's own type; where a DeepSeek was published in FP8, that, and INT8 for a
+    card that has no FP8.
+
+    Raises:
+        UsageError: an unknown name, or one that the device cannot multiply.
+    """
+    quantization = model.config.get("quantization_config") or {}
+    default, card = model.geometry.dtype, device.name != "cpu"
+    if model.geometry.compressed is not None and card and quantization:
+        experts = quantization.get("expert_dtype", model.config.get("expert_dtype"))
+        published = "fp8-mxfp4" if experts == "fp4" else "fp8"
+        default = published if has_fp8(device) else "w8a8"
+    chosen = weight_format(name, default)
+    if chosen.floats and not has_fp8(device):
+        legal = [one.name for one in WEIGHT_FORMATS.values() if not one.floats]
+        raise UsageError("--weights", name, legal, f"A {device.name} multiplies no FP8.")
+    return chosen
+
+
+def has_fp8(device: Device) -> bool:
+    """Whether it multiplies FP8: an Ascend 950 does."""
+    return device.name.startswith("950")
+
+
 def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
     """A built-in configuration, or one on disk or on the hub.
 
@@ -61,7 +91,7 @@ def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
     if short is not None:
         builtin = BUILTIN_MODELS[short]
         config: Mapping[str, Any] = builtin.config
-        geometry = geometry_from_config(config)
+        geometry = _geometry(config)
         source = f"built in, {builtin.source}"
     elif isinstance(name, str) and "/" not in name and not Path(name).exists():
         legal = "a directory with config.json, a .gguf file, a Hugging Face id with its owner"
@@ -70,15 +100,28 @@ def find_planned_model(model: str | os.PathLike[str]) -> PlannedModel:
         raise UsageError("model", name, legal, hint)
     else:
         try:
-            config, geometry = load_config(name)
+            config, geometry = _read(name)
         except UsageError as error:
             if error.field != "model":
                 raise
             hint = f"{error.hint} Built in: {', '.join(BUILTIN_MODELS)}."
             raise type(error)("model", error.given, error.legal, hint.strip()) from error
         source = str(name)
-    if geometry.compressed is not None:
-        hint = "Its layers are compressed: recipes/deepseek_v4.md has their bytes."
-        legal = "a model that keeps every token"
-        raise UnsupportedModelError("model", name, legal, hint)
     return PlannedModel(str(name), source, geometry, count_parameters(config, geometry), config)
+
+
+def _geometry(config: Mapping[str, Any]) -> ModelGeometry:
+    if config["model_type"] == LATENT_MODEL_TYPE:
+        return latent_geometry(config)
+    return geometry_from_config(config)
+
+
+def _read(name: str | os.PathLike[str]) -> tuple[Mapping[str, Any], ModelGeometry]:
+    """A configuration on disk or on the hub; DeepSeek-V3.2's, which is not served, on disk only."""
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".json" and path.is_file():
+        config = read_json(path)
+        if config.get("model_type") == LATENT_MODEL_TYPE:
+            return config, latent_geometry(config)
+    return load_config(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry
@@ -16,17 +18,26 @@ class Parallel:
     Attributes:
         tensor: cards that share a copy; every layer's heads are dealt out to them.
         data: copies, each with sequences of its own.
+        experts: cards that share one set of routed experts, whichever copy they belong to; None
+            for the cards of one copy.
     """
 
     tensor: int = 1
     data: int = 1
+    experts: int | None = None
 
     @property
     def cards(self) -> int:
         return self.tensor * self.data
 
+    @property
+    def expert(self) -> int:
+        """Cards that share one set of routed experts."""
+        return self.experts or self.tensor
+
     def __str__(self) -> str:
-        return f"{self.tensor} x tensor parallel, {self.data} x data parallel"
+        words = f"{self.tensor} x tensor parallel, {self.data} x data parallel"
+        return words if self.experts is None else f"{words}, {self.experts} x expert parallel"
 
 
 def kv_heads_of_rank(geometry: ModelGeometry, tensor: int) -> int:
@@ -71,24 +82,75 @@ def choose_parallel(
         UsageError: numbers below 1, a product that is not ``cards``, or a tensor size that the
             heads do not divide by; names the nearest that do.
     """
+    chosen = _chosen(cards, tensor, data, tensor_first=True)
+    if not divides(geometry, chosen.tensor):
+        raise _refusal(geometry, chosen, "--cards" if tensor is None else "--tensor-parallel")
+    return chosen
+
+
+def choose_sparse_parallel(
+    heads: Sequence[int],
+    num_experts: int,
+    sizes: tuple[int | None, int | None, int | None, int | None],
+) -> Parallel:
+    """The same for DeepSeek's layers, whose one KV head is kept by every card.
+
+    ``cards`` alone means a copy of the attention on each, and routed experts shared by all, which
+    is how cann-recipes-infer deploys V3.2 and V4.
+
+    Args:
+        heads: counts that a tensor size has to divide: query heads, groups of the output.
+        num_experts: routed experts of a layer.
+        sizes: cards, tensor, data and expert parallel, None where not given.
+
+    Raises:
+        UsageError: as ``choose_parallel``, and experts that cannot be dealt out.
+    """
+    cards, tensor, data, expert = sizes
+    chosen = _chosen(cards, tensor, data, tensor_first=False)
+    whole = gcd(*heads)
+    if whole % chosen.tensor:
+        legal = [size for size in range(1, whole + 1) if whole % size == 0]
+        hint = f"It has to divide {' and '.join(map(str, heads))}: query heads, output groups."
+        raise UsageError("--tensor-parallel", chosen.tensor, legal, hint)
+    if expert is not None:
+        at_least_one("--expert-parallel", expert)
+    wanted = chosen.cards if expert is None else expert
+    sound = [
+        size
+        for size in range(chosen.tensor, chosen.cards + 1, chosen.tensor)
+        if chosen.cards % size == 0 and num_experts % size == 0
+    ]
+    if wanted not in sound:
+        field = "--cards" if expert is None else "--expert-parallel"
+        hint = f"{num_experts} experts are dealt out evenly to whole copies of the attention."
+        sizes_said = ", ".join(map(str, sound)) or "none with this --tensor-parallel"
+        shared = f"on {chosen.cards} cards, --expert-parallel: {sizes_said}"
+        raise UsageError(field, wanted, shared, hint)
+    return replace(chosen, experts=wanted)
+
+
+def _chosen(
+    cards: int | None, tensor: int | None, data: int | None, tensor_first: bool
+) -> Parallel:
+    """Tensor and data parallel; the one that comes first takes the cards where neither is given."""
     sizes = {"--cards": cards, "--tensor-parallel": tensor, "--data-parallel": data}
     for name, given in sizes.items():
         if given is not None:
             at_least_one(name, given)
     if cards is None:
-        chosen = Parallel(tensor or 1, data or 1)
-    elif tensor is not None:
+        return Parallel(tensor or 1, data or 1)
+    if tensor is not None or not (tensor_first or data):
+        tensor = tensor or 1
         chosen = Parallel(tensor, data or max(1, cards // tensor))
     else:
         chosen = Parallel(max(1, cards // (data or 1)), data or 1)
-    if cards is not None and chosen.cards != cards:
+    if chosen.cards != cards:
         raise UsageError(
             "--tensor-parallel and --data-parallel",
             f"{chosen.tensor} x {chosen.data}",
             f"two that make {cards} cards together",
         )
-    if not divides(geometry, chosen.tensor):
-        raise _refusal(geometry, chosen, "--cards" if tensor is None else "--tensor-parallel")
     return chosen
 
 

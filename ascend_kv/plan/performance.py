@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ascend_kv.plan.hardware import Hardware
-from ascend_kv.plan.parameters import Parameters, WeightFormat
+from ascend_kv.plan.parameters import Parameters
+from ascend_kv.plan.weight_formats import WeightFormat
 
 VECTOR_PASSES = 4
 """Passes of the vector cores over each number that is dequantized, in 16 bit: two casts, a product
@@ -111,6 +112,9 @@ class ServedModel(NamedTuple):
         hidden_size: what an all-reduce carries for each token.
         kv_token_bytes: one token's keys and values on this card, in all layers.
         kv_numbers: the same in numbers, where they have to be dequantized; else 0.
+        copied_bytes: of one token in 16 bit, in the layers whose cache is written out for every
+            decode, since attention does not read it as it lies.
+        loaded_bytes: the same where it is written out for prompts.
     """
 
     layers: int
@@ -121,21 +125,25 @@ class ServedModel(NamedTuple):
     hidden_size: int
     kv_token_bytes: int
     kv_numbers: int
+    copied_bytes: int = 0
+    loaded_bytes: int = 0
 
     def weight_bytes_read(self, tokens: float) -> float:
         """Bytes of weights that a step of so many tokens reads on this card."""
         parameters, weights = self.parameters, self.weights
-        experts = parameters.reached_experts(tokens)
-        linear = (parameters.attention + parameters.dense + experts) * weights.linear_bytes
+        experts = parameters.reached_experts(tokens) * weights.expert_bytes
+        linear = parameters.linear_bytes(weights) + experts
         return (linear + parameters.output * weights.other_bytes) / self.tensor
 
     def moved_bytes(self, load: Load) -> float:
         """Weights, the cache that is attended to, and the keys and values that are stored.
 
-        A prompt's chunk reads the cache once for all its tokens.
+        A prompt's chunk reads the cache once for all its tokens. What is copied is written and
+        read once more.
         """
         tokens = load.context + load.tokens
-        return self.weight_bytes_read(load.tokens) + tokens * self.kv_token_bytes
+        copied = load.decode_context * self.copied_bytes + load.prefill_context * self.loaded_bytes
+        return self.weight_bytes_read(load.tokens) + tokens * self.kv_token_bytes + 2 * copied
 
     def operations(self, load: Load) -> float:
         """Multiplications and additions of the matrices and of attention."""
@@ -171,7 +179,7 @@ def step_time(model: ServedModel, load: Load, hardware: Hardware, costs: Costs) 
         costs: the parameters.
     """
     assert hardware.hbm_bytes_per_second and hardware.cube_flops, "has_rates() comes first"
-    rate = hardware.cube_flops * (2 if model.weights.int8_compute else 1)
+    rate = hardware.cube_flops * (2 if model.weights.eight_bits else 1)
     vector = 0.0
     if model.kv_numbers and hardware.vector_bytes_per_second:
         numbers = model.kv_numbers * (load.context + load.tokens)

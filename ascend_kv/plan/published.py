@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from ascend_kv.plan.fitting import Held, Step, fit, hold_out, predict_seconds
+from ascend_kv.plan.fitting import Held, dense_step, fit, hold_out, predict_seconds
 from ascend_kv.plan.hardware import HARDWARE
 from ascend_kv.plan.models import find_planned_model
-from ascend_kv.plan.parameters import WEIGHT_FORMATS
 from ascend_kv.plan.performance import COLLECTIVE_SECONDS, Costs
 from ascend_kv.plan.published_v4 import v4_studies
 from ascend_kv.plan.study import Study
+from ascend_kv.plan.weight_formats import WEIGHT_FORMATS
 
 _RECIPES = "hicann/cann-recipes-infer"
 _GB = 1e9
@@ -25,7 +25,7 @@ def _dense_read(name: str, weights: str, tensor: int = 1) -> tuple[float, int]:
     """Bytes of weights read in a step, and layers."""
     model = find_planned_model(name)
     parameters, form = model.parameters, WEIGHT_FORMATS[weights]
-    linear = (parameters.attention + parameters.dense) * form.linear_bytes
+    linear = parameters.linear_bytes(form)
     read = (linear + parameters.output * form.other_bytes) / tensor
     return read, model.geometry.num_layers
 
@@ -45,7 +45,7 @@ def article() -> Study:
     read, layers = _dense_read("qwen2.5-7b", "float16")
     bandwidth = HARDWARE["910B1"].hbm_bytes_per_second or 0.0
     steps = [
-        Step(name, batch / rate, layers, batch, (read + kv) / bandwidth, batch)
+        dense_step(name, batch / rate, layers, batch, (read + kv) / bandwidth, batch)
         for name, batch, rate, kv in ARTICLE_ROWS
     ]
     return Study(
@@ -72,7 +72,8 @@ def vllm_serving() -> Study:
         seconds = tpot / 1e3
         batch = rate * seconds
         kv = batch * 330 * 57_344
-        steps.append(Step(f"ShareGPT, {name}", seconds, layers, batch, (read + kv) / bandwidth))
+        roofline = (read + kv) / bandwidth
+        steps.append(dense_step(f"ShareGPT, {name}", seconds, layers, batch, roofline))
     return Study(
         "vllm-ascend v0.7.3, Qwen2.5-7B, Atlas A2",
         "vllm-ascend, benchmark results of release 0.7.3 (the project's issue 776 has them too)",
@@ -96,7 +97,7 @@ def qwen3_graph() -> Study:
         extra = 2 * layers * COLLECTIVE_SECONDS if tensor > 1 else 0.0
         name = f"{weights}, {tensor} die{'s' * (tensor > 1)}"
         steps.append(
-            Step(name, milliseconds / 1e3, layers, 1, read / bandwidth, extra_seconds=extra)
+            dense_step(name, milliseconds / 1e3, layers, 1, read / bandwidth, extra_seconds=extra)
         )
     return Study(
         "cann-recipes-infer, Qwen3-8B, Atlas A3, batch 1",
@@ -145,13 +146,13 @@ def swap_row() -> SwapRow:
     hardware = HARDWARE["910B1"]
     read, layers = _dense_read("qwen2.5-7b", "float16")
     roofline = (read + kv) / (hardware.hbm_bytes_per_second or 0.0)
-    whole = Step("", batch / rate, layers, batch, roofline)
+    whole = dense_step("", batch / rate, layers, batch, roofline)
     seconds = predict_seconds(whole, values)
     capped = study.steps[2]
     return SwapRow(
         published=rate,
         without_swap=batch / seconds,
-        within_6_gb=capped.tokens / predict_seconds(capped, values),
+        within_6_gb=capped.tokens_per_rate / predict_seconds(capped, values),
         constant=sum(step.published() for step in study.steps) / len(study.steps),
         moved_bytes=(whole.seconds - seconds) * hardware.host_bytes_per_second,
     )

@@ -5,146 +5,142 @@ Figures are quoted with where they were read; nothing here was measured by this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ascend_kv.compressed_layers import layers_from_config
-from ascend_kv.plan.builtin_models import DEEPSEEK_MODELS
-from ascend_kv.plan.fitting import Step
+from ascend_kv.plan.fitting import Step, predict_seconds
 from ascend_kv.plan.hardware import HARDWARE
-from ascend_kv.plan.parameters import deepseek_attention
+from ascend_kv.plan.models import find_planned_model
+from ascend_kv.plan.parallel import Parallel
+from ascend_kv.plan.published_rows import ACCEPTED, STACKS, Row, Stack
+from ascend_kv.plan.sparse import SparseCosts, SparseModel, matrix_rate, sparse_model
 from ascend_kv.plan.study import Study
+from ascend_kv.plan.weight_formats import WEIGHT_FORMATS, WeightFormat
 
 _GB = 1e9
-
-
-class _V4Row(NamedTuple):
-    batch: int
-    drafts: int
-    context: int
-    tpot_milliseconds: float
-    cards: int = 16
-
-
-_8K, _128K, _1M = 8192, 131072, 1048576
-_FLASH_MXFP8 = (
-    _V4Row(16, 3, _8K, 6.55), _V4Row(256, 3, _8K, 8.78), _V4Row(1536, 1, _8K, 16.46),
-    _V4Row(2880, 1, _8K, 25.54), _V4Row(256, 3, _128K, 9.66), _V4Row(768, 1, _128K, 10.50),
-    _V4Row(16, 3, _1M, 8.04), _V4Row(64, 3, _1M, 9.46),
+_FREE = (
+    "memory_factor", "cube_factor", "draft_seconds", "key_seconds", "hif8 memory", "fp8 cube",
 )  # fmt: skip
-_FLASH_HIF8 = (
-    _V4Row(16, 3, _8K, 6.27), _V4Row(256, 3, _8K, 8.41), _V4Row(1536, 1, _8K, 15.95),
-    _V4Row(16, 3, _128K, 6.45), _V4Row(256, 3, _128K, 9.22), _V4Row(16, 3, _1M, 7.71),
-    _V4Row(64, 3, _1M, 9.11),
-)  # fmt: skip
-_FLASH_FP8 = (_V4Row(256, 3, _8K, 11.06), _V4Row(1536, 1, _8K, 24.28))
-_PRO_MXFP8 = (
-    _V4Row(16, 3, _8K, 17.64), _V4Row(64, 3, _8K, 19.03), _V4Row(128, 3, _8K, 20.61),
-    _V4Row(3072, 1, _8K, 27.79, 64), _V4Row(16, 3, _128K, 19.46), _V4Row(64, 3, _128K, 21.23),
-)  # fmt: skip
-_PRO_HIF8 = (
-    _V4Row(16, 3, _8K, 16.33), _V4Row(64, 3, _8K, 17.23), _V4Row(128, 3, _8K, 18.68),
-    _V4Row(16, 3, _128K, 16.55), _V4Row(64, 3, _128K, 18.22),
-)  # fmt: skip
-_FLASH_A3 = (_V4Row(7168, 1, _8K, 27.82, 64), _V4Row(8192, 1, _8K, 29.17, 64))
-_ACCEPTED = {1: 0.7, 3: 1.44}
-"""Draft tokens that were accepted on the average, of 1 and of 3."""
-
-V4_GUIDE = (
-    "hicann/cann-recipes-infer docs/models/deepseek_v4/deepseek_v4_inference_guide.md, Benchmark"
-)
+"""Fitted to all rows of 950DT at once: two factors for the roofline, what a draft costs beside its
+bytes, what long rows of indexer keys cost, and where a format differs from MXFP8: HiF8 reads its
+weights faster, FP8 by blocks of 128 multiplies more slowly."""
 
 
-def v4_cache_read(name: str, context: int, entry_bytes: float, index_bytes: float) -> float:
-    """Bytes of cache that one decoded token of DeepSeek-V4 reads, all layers.
-
-    Window and, where there are compressed entries, those an indexer chose (with all of its own
-    keys) or, where 128 tokens make an entry, all of them.
-    """
-    layers = layers_from_config(DEEPSEEK_MODELS[name].config)
-    sparse, heavy, dim = layers.count("csa"), layers.count("hca"), layers.head_dim
-    keys = context // layers.csa_ratio
-    window = len(layers.kinds) * min(context, layers.window_tokens) * dim * entry_bytes
-    chosen = sparse * min(layers.index_topk, keys) * dim * entry_bytes
-    index = sparse * keys * layers.index_dim * index_bytes
-    return window + chosen + index + heavy * (context // layers.hca_ratio) * dim * entry_bytes
+def _model(stack: Stack, cards: int) -> SparseModel:
+    """One die's share: attention data parallel, experts shared by all, tokens spread by force."""
+    parts = cards * stack.dies
+    model = find_planned_model(stack.model)
+    if stack.mark == "hif8":  # its compressors and routers are in 8 bit too
+        model = model._replace(parameters=replace(model.parameters, half=0))
+    entry = (stack.entry_bytes, stack.key_bytes)
+    return sparse_model(model, stack.weights, Parallel(1, parts, parts), *entry, even=True)
 
 
-def _v4_study(name: str, label: str, rows: Sequence[_V4Row]) -> Study:
-    """Rows of one model in one weight format; A3 rows are INT8 on cards of two dies."""
-    config = DEEPSEEK_MODELS[name].config
-    a3 = "A3" in label
-    dies, bits, expert_bits = (2, 8.0, 8.0) if a3 else (1, 8.25, 4.25)
-    bandwidth = HARDWARE["A3-die" if a3 else "950DT"].hbm_bytes_per_second or 0.0
-    attention, output, routed, share = _v4_parameters(name)
-    steps = []
-    for batch, drafts, context, tpot, cards in rows:
-        parts = cards * dies
-        sequences = batch / parts
-        tokens = sequences * (1 + drafts)
-        reached = 1 - (1 - share) ** (tokens * parts)
-        cached = sequences * v4_cache_read(name, context, 2 if a3 else 1, 1)
-        experts = reached * routed * expert_bits / 8 / parts
-        moved = (attention + output) * bits / 8 + experts + cached
-        row = f"batch {batch}, {context:,} tokens, {drafts} draft{'s' * (drafts > 1)}"
-        steps.append(
-            Step(
-                row + (f", {cards} cards" if cards != rows[0].cards else ""),
-                tpot / 1e3 * (1 + _ACCEPTED[drafts]),
-                config["num_hidden_layers"],
-                tokens,
-                moved / bandwidth,
-                drafts=drafts,
-            )
-        )
-    free = ["layer_seconds", "token_seconds"]
-    if len(rows) > 2 and len({step.drafts for step in steps}) > 1:
-        free.append("draft_seconds")
-    return Study(
-        f"cann-recipes-infer, {label}",
-        V4_GUIDE,
-        "seconds a step",
-        tuple(steps),
-        tuple(free) if len(rows) > 2 else ("token_seconds",),
-        "Step = published TPOT x (1 + accepted drafts: 1.44 of 3, 0.7 of 1); its tokens count the "
-        "drafts. "
-        + (
-            "W8A8; a card has two dies."
-            if a3
-            else "Experts 4.25 bits a weight, the rest 8.25; every card reads all that is not an "
-            "expert and its share of those. Bandwidth as announced: 4 TB/s."
-        )
-        + (" Two rows: one parameter is fitted." if len(rows) == 2 else ""),
-    )
+def _step(stack: Stack, row: Row) -> Step:
+    """A row's step: each sequence brings a token and its drafts, which a draft layer made."""
+    model, hardware = _model(stack, row.cards), HARDWARE[stack.card]
+    parameters, weights = model.parameters, stack.weights
+    sequences = row.batch / (row.cards * stack.dies)
+    tokens = sequences * (1 + row.drafts)
+    output = parameters.output * weights.other_bytes
+    moved = model.weight_bytes_read(tokens)
+    # a draft layer is one more layer, and makes logits
+    layer = parameters.linear_bytes(weights)
+    layer += parameters.experts * weights.expert_bytes / model.parallel.expert
+    moved += row.drafts * (layer / len(model.layers.kinds) + output)
+    moved += model.cache_bytes_read(sequences, tokens, row.context)
+    inner = parameters.active - parameters.output
+    operations = 2 * (inner * tokens + parameters.output * sequences * (1 + 2 * row.drafts))
+    operations += 2 * model.head_width * model.heads * tokens * model.attended(row.context)
+    assert hardware.hbm_bytes_per_second is not None
+    memory = moved / hardware.hbm_bytes_per_second
+    cube = operations / matrix_rate(hardware, weights)
+    features = {
+        "memory_factor": memory * (stack.mark != "hif8"),
+        "cube_factor": cube,
+        "draft_seconds": float(row.drafts),
+        "key_seconds": model.layers.count("csa") * model.keys(row.context),
+        "hif8 memory": memory * (stack.mark == "hif8"),
+        "fp8 cube": cube * (stack.mark == "fp8"),
+    }
+    name = f"batch {row.batch}, {row.context:,} tokens, {row.drafts} draft{'s' * (row.drafts > 1)}"
+    if row.cards != stack.rows[0].cards:
+        name += f", {row.cards} cards"
+    seconds = row.tpot_milliseconds / 1e3 * (1 + ACCEPTED[row.drafts])
+    return Step(name, seconds, features, max(memory, cube))
 
 
-def _v4_parameters(name: str) -> tuple[int, int, int, float]:
-    """Attention and shared, output, routed weights, and the share of experts a token takes."""
-    config = DEEPSEEK_MODELS[name].config
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    expert = 3 * hidden * config["moe_intermediate_size"]
-    experts = config["n_routed_experts"]
-    return (
-        deepseek_attention(config) + layers * (expert + hidden * experts),
-        config["vocab_size"] * hidden,
-        layers * experts * expert,
-        config["num_experts_per_tok"] / experts,
-    )
+_DATA_TYPES = {
+    "mx": "Experts 4.25 bits a weight, the rest 8.25, compressors and output 16",
+    "hif8": "Experts 4.25 bits a weight, the rest 8, output 16",
+    "fp8": "Experts 4.25 bits a weight, the rest 8, compressors and output 16",
+    "a3": "W8A8; query and key projections, the first of the output, compressors and logits 16 bit",
+    "v3.2": "W8A8; query's, keys' and values' first projections and logits 16 bit",
+}
 
 
 @cache
 def v4_studies() -> tuple[Study, ...]:
-    """DeepSeek-V4 by model, card and weight format."""
-    flash, pro = "deepseek-v4-flash", "deepseek-v4-pro"
-    return (
-        _v4_study(flash, "DeepSeek-V4 Flash, 16 x 950DT, MXFP8-MXFP4", _FLASH_MXFP8),
-        _v4_study(flash, "DeepSeek-V4 Flash, 16 x 950DT, HiF8-MXFP8-MXFP4", _FLASH_HIF8),
-        _v4_study(flash, "DeepSeek-V4 Flash, 16 x 950DT, FP8-MXFP4", _FLASH_FP8),
-        _v4_study(pro, "DeepSeek-V4 Pro, 16 x 950DT, MXFP8-MXFP4", _PRO_MXFP8),
-        _v4_study(pro, "DeepSeek-V4 Pro, 16 x 950DT, HiF8-MXFP8-MXFP4", _PRO_HIF8),
-        _v4_study(flash, "DeepSeek-V4 Flash, 64 x Atlas A3", _FLASH_A3),
+    """DeepSeek-V4 by model, card and weight format; those of 950DT are fitted together."""
+    steps = {stack.label: tuple(_step(stack, row) for row in stack.rows) for stack in STACKS}
+    together = [stack for stack in STACKS if stack.card == "950DT"]
+    found = []
+    for stack in together:
+        more = (step for other in together if other is not stack for step in steps[other.label])
+        found.append(_study(stack, steps[stack.label], _FREE, tuple(more)))
+    values = found[0].values()
+    for stack in STACKS[len(together) :]:
+        scaled = tuple(
+            step._replace(features={"stack": predict_seconds(step, values)})
+            for step in steps[stack.label]
+        )
+        # V3.2 is predicted blind, by V4 on other cards
+        found.append(_study(stack, scaled, () if stack.mark == "v3.2" else ("stack",), ()))
+    return tuple(found)
+
+
+def _study(
+    stack: Stack, steps: tuple[Step, ...], free: tuple[str, ...], more: tuple[Step, ...]
+) -> Study:
+    if more:
+        how = f"Fitted together with the {len(more)} rows of the other tables of 950DT; bandwidth "
+        how += "as announced, 4 TB/s."
+    elif free:
+        how = "One factor over what the 950DT's fit says of such a step. A card has two dies."
+    else:
+        how = "Nothing is fitted: this is what the fit to V4 on 950DT says of such a step. A card "
+        how += "has two dies."
+    return Study(
+        f"cann-recipes-infer, {stack.label}",
+        stack.source,
+        "seconds a step",
+        steps,
+        free,
+        "Step = published TPOT x (1 + accepted drafts: 1.44 of 3, 0.7 of 1); its tokens count the "
+        f"drafts. {_DATA_TYPES[stack.mark]}; every card reads all that is not an expert and its "
+        "share of those, which tokens reach evenly, as the rows were measured with forced "
+        f"balance. {how}",
+        more,
     )
+
+
+def sparse_stacks(weights: WeightFormat) -> dict[str, tuple[SparseCosts, str]]:
+    """Costs for predictions, "low", "best" and "high" in seconds, each with where it is from.
+
+    Args:
+        weights: FP8 by blocks multiplies more slowly, as its rows say.
+    """
+    studies = v4_studies()
+    values = studies[0].values()
+    cube = values["cube_factor"] + (values["fp8 cube"] if weights.blocks else 0)
+    best = SparseCosts(values["memory_factor"], cube, values["key_seconds"])
+    slow = next(study for study in studies if study.free == ("stack",))
+    return {
+        "low": (best._replace(memory_factor=values["hif8 memory"]), "V4 in HiF8 on 950DT"),
+        "best": (best, "V4 in MXFP8-MXFP4 on 950DT, which foretells V3.2 on Atlas A3"),
+        "high": (best._replace(stack=slow.values()["stack"]), "V4 in W8A8 on Atlas A3"),
+    }
 
 
 class Claim(NamedTuple):
@@ -170,8 +166,10 @@ class Claim(NamedTuple):
 def compression_claims() -> list[Claim]:
     """The article's table for DeepSeek-V4 Flash at 128K on 16 cards of 950DT."""
     bandwidth = HARDWARE["950DT"].hbm_bytes_per_second or 0.0
-    attention, output, routed, _ = _v4_parameters("deepseek-v4-flash")
-    weights = (attention + output) * 8.25 / 8 + routed * 4.25 / 8 / 16
+    parameters = find_planned_model("deepseek-v4-flash").parameters
+    form = WEIGHT_FORMATS["mxfp8-mxfp4"]
+    weights = parameters.linear_bytes(form) + parameters.output * form.other_bytes
+    weights += parameters.experts * form.expert_bytes / 16
     rows = (("full attention", 7.3 * _GB, 0.080), ("CSA, 4 x", 1.8 * _GB, 0.025),
             ("HCA, 128 x", 57e6, 0.010))  # fmt: skip
     remarks = (

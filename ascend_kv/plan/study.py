@@ -21,6 +21,7 @@ class Study(NamedTuple):
         steps: the rows.
         free: parameters that these rows can tell apart.
         remark: what a reader has to know.
+        more: steps of other sets of rows that the same parameters are fitted to.
     """
 
     name: str
@@ -29,10 +30,15 @@ class Study(NamedTuple):
     steps: tuple[Step, ...]
     free: tuple[str, ...]
     remark: str
+    more: tuple[Step, ...] = ()
+
+    def values(self) -> dict[str, float]:
+        """The parameters fitted to all rows."""
+        return fit([*self.steps, *self.more], self.free)
 
     def costs(self, cube_efficiency: float) -> Costs:
-        """The parameters fitted to all rows."""
-        values = fit(self.steps, self.free)
+        """What the values are to a model whose attention is not sparse."""
+        values = self.values()
         return Costs(
             values["layer_seconds"],
             values["token_seconds"],
@@ -41,5 +47,5 @@ class Study(NamedTuple):
         )
 
     def held_out(self) -> list[Held]:
-        """Every row predicted from the others."""
-        return leave_one_out(self.steps, self.free)
+        """Every row predicted from all others."""
+        return leave_one_out(self.steps, self.free, self.more)
