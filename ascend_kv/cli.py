@@ -26,6 +26,7 @@ from ascend_kv.evaluate.quality import command as quality
 
 if TYPE_CHECKING:
     from ascend_kv.evaluate.console import Log
+    from ascend_kv.evaluate.recipe import BenchRecipe
 
 INTERRUPTED = 130
 
@@ -42,6 +43,8 @@ Examples:
   ascend-kv bench recipes/qwen_910b.yaml --text my_domain.txt --output runs/my_domain
   ascend-kv bench recipes/qwen_910b.yaml --quick --json > result.json
 
+Exit codes: 0 done, 1 something failed (the report of what was done is there), 2 something given was
+not legal, 130 interrupted.
 Every key of the recipe is explained in it; report.json is explained beside it, in qwen_910b.md.
 """
 
@@ -51,9 +54,11 @@ What it does:
   code serves each operator. What is absent or broken comes with what to do about it. It changes
   nothing.
 
-  With a recipe it says what that would run into on a device, before anything runs: illegal or
-  unfit blocks, keys that one large bias leaves without digits, lost scales, caches that the NPU
-  would copy in every step, batches that lose their blocks, memory that does not suffice.
+  With a recipe of bench it says what that would run into on a device, before anything runs: illegal
+  or unfit blocks, keys that one large bias leaves without digits, lost scales, caches that the NPU
+  would copy in every step, batches that lose their blocks, memory that does not suffice. Of a
+  recipe of eval: formats and blocks that the device refuses or copies, lengths, missing files; of
+  DeepSeek-V4's: its blocks and limits. It says which kind it took a recipe for.
 
   --selftest runs every kernel that is built against the operators' references, over odd sizes and
   extreme values, and compares its speed with what the device's documented peaks allow. On a 910B
@@ -64,6 +69,7 @@ Examples:
   ascend-kv doctor
   ascend-kv doctor --json
   ascend-kv doctor recipes/qwen_910b.yaml --model ~/models/Qwen2.5-7B-Instruct --target 910B3
+  ascend-kv doctor recipes/eval.yaml --target 910B3
   ascend-kv doctor --selftest --quick
   ascend-kv doctor --selftest --output runs/doctor      # doctor.txt and doctor.json, to paste
 
@@ -140,14 +146,24 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands, "bench", "compare cache schemes on one model, side by side", _BENCH_EXAMPLES
     )
     parser.set_defaults(command=_bench)
-    parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
-    parser.add_argument("--model", help="directory, hub id or .gguf file")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text for prompts and perplexity")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml", help="what to compare")
+    parser.add_argument(
+        "--model",
+        help="directory, hub id or .gguf file (the recipe's; else see below)",
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE",
+        help="text for prompts and perplexity (Python's documentation)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the recipe's short version")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where the report goes (runs/<time>)"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "npu"), help="default: the recipe's")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "npu"),
+        help="auto: an NPU if there is one (the recipe's)",
+    )
     parser.add_argument(
         "--profile", action="store_true", help="profile decode steps at the end, a format each"
     )
@@ -189,7 +205,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.set_defaults(command=_doctor)
     parser.add_argument(
-        "recipe", type=Path, nargs="?", metavar="RECIPE.yaml", help="a recipe to look over"
+        "recipe", type=Path, nargs="?", metavar="RECIPE.yaml", help="of bench, eval or DeepSeek-V4"
     )
     parser.add_argument("--model", help="of the recipe: directory, config.json or .gguf file")
     parser.add_argument(
@@ -215,20 +231,24 @@ def _bench(options: argparse.Namespace) -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Imported here: torch takes seconds to load, and --help needs none of it.
-    from ascend_kv.evaluate import report
-    from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.recipe import load_recipe
+    from ascend_kv.evaluate.report import output_directory
 
     recipe = load_recipe(options.recipe, options.quick)
     given = {"model": options.model, "device": options.device}
     recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
     directory = options.output or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    report.prepare_directory(directory)
-    log = Log(table_console(stderr=True))
-    log.say(f"Report: {directory}")
+    with output_directory(directory):
+        _run_bench(recipe, directory, options)
 
+
+def _run_bench(recipe: BenchRecipe, directory: Path, options: argparse.Namespace) -> None:
+    from ascend_kv.evaluate import report
+    from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.main_job import run_main_job
 
+    log = Log(table_console(stderr=True))
+    log.say(f"Report: {directory}")
     saver = report.Saver(directory, log)
     profiles = directory / "profile"
     job = partial(run_main_job, profiles=profiles) if options.profile else run_main_job
@@ -309,7 +329,3 @@ def _doctor(options: argparse.Namespace) -> None:
         target=options.target,
         strict=options.strict,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ascend_kv.devices import get_device
 from ascend_kv.engine.batch import Model
 from ascend_kv.engine.engine import Engine
 from ascend_kv.engine.outputs import RequestOutput
-from ascend_kv.engine.params import SamplingParams
+from ascend_kv.engine.params import SamplingParams, check_whole
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, format_spec
 from ascend_kv.integrations.deepseek_v4 import make_compressed_cache
@@ -168,6 +169,15 @@ class LLMEngine:
             ),
             {} if kv_cache_config is None else kv_cache_config,
         )
+        limits = partial(
+            SchedulerConfig,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+        # before weights are loaded; what depends on the model is looked at afterwards
+        check_whole("seed", seed, 0)
+        limits(_least_model_len(max_model_len))
         self.device = platform.find_device() if device == "auto" else device
         platform.check_device(self.device)
         self.weights = load_model(model, dtype, self.device) if weights is None else weights
@@ -175,12 +185,7 @@ class LLMEngine:
             raise UsageError("dtype", dtype, f"auto or {weights.dtype}, as the weights are")
         self.geometry = self.weights.geometry
         self.max_model_len = _max_model_len(max_model_len, self.geometry.max_position_tokens)
-        scheduler = SchedulerConfig(
-            max_model_len=self.max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_chunked_prefill=enable_chunked_prefill,
-        )
+        scheduler = limits(self.max_model_len)
         self._warned_of_clipping = False
         self.formats: tuple[LayerFormat, ...] = ()
         self.tables: SequenceTables
@@ -355,6 +360,15 @@ def _check_utilization(given: object) -> None:
     fits = isinstance(given, int | float) and not isinstance(given, bool) and 0 < given <= 1
     if given is not None and not fits:
         raise UsageError("gpu_memory_utilization", given, "above 0 and up to 1")
+
+
+def _least_model_len(given: int | None) -> int:
+    """The longest sequence, or the least that it can be, before the model is known."""
+    if given is None:
+        return 2
+    if not isinstance(given, int) or isinstance(given, bool) or given < 2:
+        raise UsageError("max_model_len", given, "2 or more, at most the model's positions")
+    return given
 
 
 def _max_model_len(given: int | None, longest: int) -> int:

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("architectures", "cache_formats", "compressed_layers", "gguf_header"),
     ("format_names",),
-    ("geometry", "devices", "registry", "metrics", "text_table"),
+    ("geometry", "devices", "registry", "metrics", "text_table", "plot_style"),
     ("model_files", "user_values"),
     ("config",),
     ("formats",),
@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("llm",),
     ("evaluate", "profile", "serve"),
     ("cli",),
+    ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -323,7 +323,7 @@ def test_plan_loads_no_torch(model: Path) -> None:
 def test_a_log_has_no_progress_bars_of_other_libraries(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", max_model_len=512)  # ends after loading
     done = subprocess.run(
-        [sys.executable, "-m", "ascend_kv.cli", "bench", str(recipe), "--model", str(model),
+        [sys.executable, "-m", "ascend_kv", "bench", str(recipe), "--model", str(model),
          "--device", "cpu", "--output", str(tmp_path / "out")],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
@@ -335,7 +335,24 @@ def test_a_log_has_no_progress_bars_of_other_libraries(model: Path, tmp_path: Pa
 
 def test_the_installed_command_says_its_version() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ascend_kv.cli", "--version"],
+        [sys.executable, "-m", "ascend_kv", "--version"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout == f"ascend-kv {ascend_kv.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["bench", "eval"])
+def test_a_mistake_leaves_no_folder_behind(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    arguments = [str(recipe)] if command == "bench" else []
+    output = tmp_path / "new" / "out"
+    flags = ["--model", str(model), "--device", "cpu", "--output", str(output)]
+    assert cli.main([command, *arguments, *flags, "--text", str(tmp_path / "missing.txt")]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine").write_text("")
+    assert cli.main([command, *arguments, *flags, "--text", str(tmp_path / "missing.txt")]) == 2
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine"]

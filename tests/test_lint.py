@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from bench_fixture import RECIPE, write_recipe
 from deepseek_models import make_deepseek
 from safetensors.torch import save_file
@@ -18,6 +19,8 @@ from tiny_models import make_model
 from ascend_kv import cli
 from ascend_kv.devices import get_device
 from ascend_kv.evaluate.lint import Lint, lint_recipe
+from ascend_kv.evaluate.lint_others import lint_eval
+from ascend_kv.evaluate.quality.recipe import load_eval_recipe
 from ascend_kv.evaluate.recipe import load_recipe
 
 WIDE: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "dtype": torch.bfloat16}
@@ -229,3 +232,84 @@ def test_mistakes_end_with_code_2(
     places = {"gone": str(tmp_path / "gone"), "recipe": str(write_recipe(tmp_path / "r.yaml"))}
     assert cli.main(["doctor", *(text.format(**places) for text in arguments)]) == 2
     assert capsys.readouterr().out == ""
+
+
+def write_yaml(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content))  # which is YAML too
+    return path
+
+
+def look_at_eval(tmp_path: Path, model: Path | None, device: str, **content: Any) -> list[Lint]:
+    recipe = load_eval_recipe(write_yaml(tmp_path / "eval.yaml", content))
+    return lint_eval(recipe, get_device(device), None if model is None else str(model))
+
+
+def test_an_evaluation_is_looked_over(models: dict[str, Path], tmp_path: Path) -> None:
+    sound = {"policies": ["int8"], "needle": {"lengths": [128]}, "tasks": ["needle"]}
+    assert look_at_eval(tmp_path, models["llama"], "910B3", **sound) == []
+    found = look_at_eval(
+        tmp_path,
+        models["llama"],
+        "910B3",
+        policies=[
+            "fp8_e4m3",
+            "int8/group32",
+            {
+                "name": "lost",
+                "kv_cache_config": {
+                    "kv_cache_dtype": "int8", "scale_type": "static", "kv_cache_scales": "gone",
+                },
+            },
+        ],
+        tasks=["needle"],
+        needle={"lengths": [4096]},
+        text="missing.txt",
+    )  # fmt: skip
+    assert keys(found, "error") == [
+        "policies[0] (fp8_e4m3)", "policies[2] (lost)", "text", "needle.lengths",
+    ]  # fmt: skip
+    assert keys(found, "note") == ["policies[1] (int8/group32)"]
+    assert "copied out of the cache" in found[-1].reason
+    assert keys(look_at_eval(tmp_path, models["llama"], "cpu", **sound)) == []
+    deepseek = make_deepseek(tmp_path / "v4")
+    assert [x.severity for x in look_at_eval(tmp_path, deepseek, "cpu", **sound)] == ["error"]
+
+
+def test_built_in_policies_that_a_device_has_not_are_no_error(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    found = look_at_eval(tmp_path, models["llama"], "910B3", tasks=["copy"], copy={"lengths": [64]})
+    assert keys(found) == [] and sum("left out" in x.reason for x in found) == 7
+    assert "model" in keys(look_at_eval(tmp_path, None, "910B3"), "note")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command"),
+    [
+        ("qwen_910b.yaml", "ascend-kv bench"),
+        ("eval.yaml", "ascend-kv eval"),
+        ("deepseek_v4.yaml", "tools/deepseek_v4.py"),
+    ],
+)
+def test_the_doctor_says_what_kind_of_recipe_it_is(
+    recipe: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "recipes" / recipe
+    assert cli.main(["doctor", str(path), "--target", "cpu"]) == 0
+    assert f"{path} ({command})" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_deepseek_recipe_is_looked_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = yaml.safe_load(
+        (Path(__file__).parent.parent / "recipes" / "deepseek_v4.yaml").read_text()
+    )
+    path = write_yaml(tmp_path / "v4.yaml", content | {"max_num_batched_tokens": 4})
+    assert cli.main(["doctor", str(path), "--target", "910B1"]) == 1
+    said = capsys.readouterr()
+    assert "max_num_batched_tokens" in said.err and "small random model on the CPU" in said.out
+    assert cli.main(["doctor", str(path), "--model", str(tmp_path)]) == 2
+    assert "--model" in capsys.readouterr().err
+    write_yaml(path, content | {"output_tokens": 0})
+    assert cli.main(["doctor", str(path)]) == 2

@@ -303,3 +303,26 @@ def test_on_an_npu_the_share_is_of_all_memory(
     assert LLMEngine._share_of_memory(npu, utilization, 0) == expected
     with pytest.raises(UsageError, match="weights and others take 250 B of 1000 B"):
         LLMEngine._share_of_memory(npu, 0.25, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": -1},
+        {"seed": 1.5},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 4},
+        {"max_model_len": 1},
+        {"enable_chunked_prefill": False, "max_model_len": 96, "max_num_batched_tokens": 95},
+    ],
+)
+def test_what_is_wrong_without_a_model_is_said_before_weights_are_loaded(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_weights(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("ascend_kv.llm_engine.load_model", no_weights)
+    with pytest.raises(UsageError) as caught:
+        LLM("somewhere", **wrong)
+    assert caught.value.field in wrong

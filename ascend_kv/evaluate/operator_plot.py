@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.lines import Line2D
 
-from ascend_kv.evaluate.plots import COLOURS, STYLE, new_figure
+from ascend_kv.plot_style import COLOURS, new_figure, save, style
 
 
 def draw_operators(report: Mapping[str, Any], machine: str, path: Path) -> None:
@@ -26,16 +25,15 @@ def draw_operators(report: Mapping[str, Any], machine: str, path: Path) -> None:
     rows = [row for row in report["operators"] if row["implementation"] == "native"]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     colours = {shape: COLOURS[1 + n % (len(COLOURS) - 1)] for n, shape in enumerate(shapes)}
-    with matplotlib.rc_context(STYLE):
+    with style():
         figure, above = new_figure(
-            "Native operators: fraction of the tighter limit", f"measured on {machine}"
+            "Native operators: fraction of the tighter limit", f"measured on {machine}", 9.6
         )
-        figure.set_size_inches(8, 9.6)
         grid = figure.add_gridspec(2, 1, height_ratios=(3, 2))
         above.set_subplotspec(grid[0])
         _fractions(above, rows, colours)
         _times(figure.add_subplot(grid[1]), rows, report["fits"], colours)
-        figure.savefig(path, dpi=150)
+        save(figure, path)
 
 
 def _fractions(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import matplotlib
-
 from ascend_kv.evaluate.peers import Outcome, Plan
-from ascend_kv.evaluate.plots import COLOURS, STYLE, new_figure
+from ascend_kv.plot_style import COLOURS, new_figure, save, style
 from ascend_kv.text_table import TextTable
 
 COMPARED = (
@@ -119,7 +117,7 @@ def draw(rows: Sequence[dict[str, Any]], plan: Plan, machine: str, path: Path) -
     measured = [row for row in rows if row["skipped"] is None]
     peers = list(dict.fromkeys(row["peer"] for row in measured))
     origin = f"{plan.model.name}, batch 1, measured on {machine}"
-    with matplotlib.rc_context(STYLE):
+    with style():
         figure, axes = new_figure("What one token of context more adds to a decode step", origin)
         for place, row in enumerate(measured):
             cost = 1e6 * row["marginal_median_seconds"]
@@ -145,4 +143,4 @@ def draw(rows: Sequence[dict[str, Any]], plan: Plan, machine: str, path: Path) -
             f"from steps at {plan.contexts[0]} and {plan.contexts[1]} tokens"
         )
         axes.grid(alpha=0.25, axis="both", which="both")
-        figure.savefig(path, dpi=150)
+        save(figure, path)

@@ -11,6 +11,7 @@ from ascend_kv.evaluate.planning import Plan
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.performance import Load
 from ascend_kv.plan.sparse_deployment import SparsePolicy, layers_of, sequence_bytes
+from ascend_kv.plot_style import colour, new_figure, save, style
 from ascend_kv.text_table import TextTable
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -108,30 +109,31 @@ def draw(points: Sequence[Point], plan: Plan, directory: Path) -> list[str]:
     Raises:
         RunError: they cannot be written.
     """
-    from matplotlib.figure import Figure
-
     paths = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, label in (("throughput", "tokens a second"), ("tpot", "TPOT, ms")):
-            figure = Figure(figsize=(8, 5), layout="constrained")
-            axes = figure.add_subplot()
-            _draw_lines(axes, points, name == "throughput")
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.set_xlabel("sequences at once; a line ends where the cache is full")
-            axes.set_ylabel(label)
-            axes.set_ylim(bottom=0)
             title = f"{plan.deployment.model.name} on {plan.deployment.hardware.name}, predicted"
-            axes.set_title(title, loc="left")
-            axes.grid(alpha=0.25)
-            axes.legend(frameon=False, fontsize=8)
             path = directory / f"plan_{name}.png"
-            figure.savefig(path, dpi=150)
+            with style():
+                figure, axes = new_figure(title)
+                _draw_lines(axes, points, name == "throughput")
+                _name_axes(axes, label)
+                save(figure, path)
             paths.append(str(path))
     except OSError as error:
         raise RunError(f"{directory}: {error.strerror or error}. Name another --sweep") from error
     return paths
+
+
+def _name_axes(axes: Any, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("sequences at once; a line ends where the cache is full")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
 
 
 def _draw_lines(axes: Any, points: Sequence[Point], throughput: bool) -> None:
@@ -146,7 +148,7 @@ def _draw_lines(axes: Any, points: Sequence[Point], throughput: bool) -> None:
         if not line:
             continue
         style = ("-", "--", ":", "-.")[schemes.index(point.scheme) % 4]
-        colour = f"C{contexts.index(point.context)}"
+        shade = colour(1 + contexts.index(point.context))
         batches = [other.batch for other in line]
 
         def values(name: str, line: Sequence[Point] = line) -> list[float]:
@@ -156,6 +158,6 @@ def _draw_lines(axes: Any, points: Sequence[Point], throughput: bool) -> None:
             return [1e3 * x for x in seconds]
 
         label = f"{point.scheme}, {point.context:,} tokens"
-        axes.plot(batches, values("best"), style, color=colour, marker=".", label=label)
+        axes.plot(batches, values("best"), style, color=shade, marker=".", label=label)
         if style == "-":
-            axes.fill_between(batches, values("low"), values("high"), color=colour, alpha=0.06)
+            axes.fill_between(batches, values("low"), values("high"), color=shade, alpha=0.06)

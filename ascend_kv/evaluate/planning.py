@@ -226,7 +226,9 @@ def _caches(options: argparse.Namespace, model: PlannedModel) -> list[CacheConfi
     if options.indexer_format is not None and not sparse:
         legal = "with DeepSeek-V3.2 and V4 only"
         raise UsageError("--indexer-format", options.indexer_format, legal)
-    names = options.formats or ("auto,int8" if sparse else "float16,int8")
+    names = options.formats
+    if names is None:
+        names = "auto,int8" if sparse else "float16,int8"
     skipped = whole_numbers(
         options.skip_layers, "--skip-layers", "layer numbers with commas, such as 0,1"
     )

@@ -6,23 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ascend_kv.evaluate.results import BenchResult, SchemeResult
+from ascend_kv.plot_style import COLOURS, FREE, colour, new_figure, save, style
 
-COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Okabe and Ito's palette: it can be told apart with any kind of colour vision."""
 _MIB = 2**20
-STYLE: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-}
 
 
 def draw_plots(result: BenchResult, directory: Path) -> list[str]:
@@ -41,9 +30,9 @@ def draw_plots(result: BenchResult, directory: Path) -> list[str]:
         "memory.png": _memory,
         "utilisation.png": _utilisation,
     }
-    with matplotlib.rc_context(STYLE):
+    with style():
         for name, draw in drawings.items():
-            draw(result).savefig(directory / name, dpi=150)
+            save(draw(result), directory / name)
     return list(drawings)
 
 
@@ -51,30 +40,11 @@ def _figure(result: BenchResult, title: str) -> tuple[Figure, Any]:
     return new_figure(title, f"{result.model.name}, measured on {result.machine.label}")
 
 
-def new_figure(title: str, origin: str) -> tuple[Figure, Any]:
-    """A figure and its axes; ``origin``, in small print below, says what was measured where."""
-    figure = Figure(figsize=(8, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    figure.supxlabel(
-        origin,
-        x=0.99,
-        ha="right",
-        fontsize=8,
-        color="0.45",
-    )
-    return figure, axes
-
-
 def _legend_below(axes: Any, columns: int) -> None:
     """A legend so many letters' heights below the axes: past the ticks and the axis' label."""
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.2, ncols=columns, fontsize=9
     )
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
 
 
 def _throughput(result: BenchResult) -> Figure:
@@ -95,7 +65,7 @@ def _throughput(result: BenchResult) -> Figure:
             measured.tokens_per_second,
             s=70,
             zorder=2,
-            color=_colour(number),
+            color=colour(number),
             label=f"{scheme.name} ({scheme.ratio_to_first:.2f}x)",
         )
     axes.set_xscale("log", base=2)
@@ -114,21 +84,21 @@ def _memory(result: BenchResult) -> Figure:
     budget = result.budget.bytes / _MIB
     left = [0.0] * len(names)
     parts: tuple[tuple[str, str, Callable[[SchemeResult], float]], ...] = (
-        ("tokens", "#0072b2", lambda s: s.measured.kv_token_bytes_mean),
+        ("tokens", COLOURS[3], lambda s: s.measured.kv_token_bytes_mean),
         (
             "reserved, without a token",
-            "#e69f00",
+            COLOURS[1],
             lambda s: s.measured.kv_held_bytes_mean - s.measured.kv_token_bytes_mean,
         ),
         (
             "free",
-            "#dddddd",
+            FREE,
             lambda s: s.measured.kv_allocated_bytes - s.measured.kv_held_bytes_mean,
         ),
     )
-    for label, colour, size in parts:
+    for label, shade, size in parts:
         widths = [size(scheme) / _MIB for scheme in result.schemes]
-        axes.barh(names, widths, left=left, color=colour, label=label, height=0.62)
+        axes.barh(names, widths, left=left, color=shade, label=label, height=0.62)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, scheme in enumerate(result.schemes):
         note = f"{scheme.measured.utilisation:.0%} used, {scheme.measured.batch_mean:.1f} at once"
@@ -149,7 +119,7 @@ def _utilisation(result: BenchResult) -> Figure:
         axes.plot(
             timeline.seconds,
             [100 * share for share in timeline.utilisation],
-            color=_colour(number),
+            color=colour(number),
             linewidth=1.6,
             label=f"{scheme.name} ({scheme.measured.utilisation:.1%})",
         )

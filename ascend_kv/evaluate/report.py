@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.machine import Machine
 from ascend_kv.evaluate.plots import draw_plots
-from ascend_kv.evaluate.results import BenchResult, Sample
+from ascend_kv.evaluate.results import BenchResult, ModelInfo, Sample
 from ascend_kv.evaluate.tables import (
     comparison_table,
     factor_table,
@@ -50,6 +53,24 @@ def prepare_directory(directory: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
+
+
+@contextlib.contextmanager
+def output_directory(directory: Path) -> Iterator[None]:
+    """``prepare_directory``; what was made and is still empty is gone again if the run fails.
+
+    Raises:
+        RunError: as there.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    prepare_directory(directory)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for path in made:
+                path.rmdir()
+        raise
 
 
 class Saver:
@@ -104,19 +125,49 @@ def write_report(result: BenchResult, directory: Path) -> None:
     Raises:
         RunError: one of them cannot be written.
     """
-    write_json(result, directory)
+    write_files(
+        directory,
+        result.as_json(),
+        lambda: draw_plots(result, directory),
+        lambda plots: markdown(result, plots),
+    )
+
+
+def write_files(
+    directory: Path,
+    content: Any,
+    draw: Callable[[], list[str]],
+    text: Callable[[list[str]], str],
+) -> None:
+    """Write ``report.json``, plots and ``report.md``, in this order.
+
+    Args:
+        directory: where they go.
+        content: of ``report.json``.
+        draw: writes the plots; returns their file names.
+        text: makes the text of these names.
+
+    Raises:
+        RunError: one of them cannot be written.
+    """
+    write_whole(directory / "report.json", json.dumps(content, indent=1) + "\n")
     try:
-        plots = draw_plots(result, directory)
+        plots = draw()
     except OSError as error:
         raise RunError(cannot_write(directory, error)) from error
-    write_whole(directory / "report.md", markdown(result, plots))
+    write_whole(directory / "report.md", text(plots))
 
 
 def show(result: BenchResult, console: Console) -> None:
     """Print the tables that answer the question; the rest is in the report."""
-    for table in _tables(result):
+    print_report(_tables(result), _context(result), console)
+
+
+def print_report(tables: Sequence[TextTable], context: Sequence[str], console: Console) -> None:
+    """Tables, and below them what has to be known to read them, a paragraph each."""
+    for table in tables:
         print_table(table, console)
-    for line in _context(result):
+    for line in context:
         console.print(line, markup=False, highlight=False)
 
 
@@ -150,19 +201,14 @@ def markdown(result: BenchResult, plots: list[str]) -> str:
 
 def _context(result: BenchResult) -> list[str]:
     """What has to be known to read the figures, one paragraph each."""
-    machine, model, drawn, budget = result.machine, result.model, result.workload, result.budget
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    drawn, budget = result.workload, result.budget
     prompts, outputs = (
         LengthRecipe(**result.recipe["workload"][name]).description
         for name in ("prompt_tokens", "output_tokens")
     )
     return [
-        f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
-        f"{machine.threads} threads; {machine.system}; {versions}. Started {result.started}, "
-        f"{result.wall_seconds:.0f} s{' (quick)' if result.quick else ''}.",
-        f"Model: {model.name} ({model.model_type}, {model.num_layers} layers, "
-        f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}), "
-        f"computed in {model.dtype}.",
+        machine_line(result.machine, result.started, result.wall_seconds, result.quick),
+        model_line(result.model),
         f"Budget: {budget.bytes:,} bytes, what {budget.sequences} contiguous "
         f"{budget.kv_cache_dtype} sequences of {budget.max_model_len:,} tokens take; blocks of "
         f"{budget.block_size} tokens.",
@@ -174,6 +220,25 @@ def _context(result: BenchResult) -> list[str]:
         f"{result.text.source} ({result.text.tokens:,} tokens). Greedy, fixed output lengths: all "
         "schemes do the same work, in the order listed, each after a short warm-up.",
     ]
+
+
+def machine_line(machine: Machine, started: str, wall_seconds: float, quick: bool) -> str:
+    """What ran it, when, and for how long."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return (
+        f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
+        f"{machine.threads} threads; {machine.system}; {versions}. Started {started}, "
+        f"{wall_seconds:.0f} s{' (quick)' if quick else ''}."
+    )
+
+
+def model_line(model: ModelInfo) -> str:
+    """What ran."""
+    return (
+        f"Model: {model.name} ({model.model_type}, {model.num_layers} layers, "
+        f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}), "
+        f"computed in {model.dtype}."
+    )
 
 
 def _operators(result: BenchResult) -> str:

@@ -10,6 +10,7 @@ from ascend_kv.devices import Device
 from ascend_kv.evaluate.kernel_workloads import Workload
 from ascend_kv.evaluate.twin import require_twin
 from ascend_kv.plan.roofline import Prediction, floor_seconds, predict, rates_of
+from ascend_kv.plot_style import colour, new_figure, save, style
 from ascend_kv.text_table import TextTable
 
 LABEL = "counters simulated by the CPU twin, times predicted: nothing here ran on an NPU"
@@ -138,11 +139,15 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.figure import Figure
+    title = f"Kernels on {device.name}: simulated counters, predicted time"
+    with style():
+        figure, axes = new_figure(title)
+        _points(axes, rows, device)
+        save(figure, path)
 
+
+def _points(axes: Any, rows: Sequence[Row], device: Device) -> None:
     rates, _ = rates_of(device)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
     sizes = sorted(row.unavoidable_bytes for row in rows)
     low, high = sizes[0] / 1.5, sizes[-1] * 1.5
     roof = [low * (high / low) ** (step / 60) for step in range(61)]
@@ -151,12 +156,13 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
     axes.plot(roof, times, color="0.6", label=label)
     markers = "osD^vP"
     operators = dict.fromkeys(row.workload.operator for row in rows)
-    for marker, operator in zip(markers, operators):
+    for number, (marker, operator) in enumerate(zip(markers, operators), 1):
         those = [row for row in rows if row.workload.operator == operator]
         axes.scatter(
             [row.unavoidable_bytes for row in those],
             [row.prediction.seconds * 1e6 for row in those],
             marker=marker,
+            color=colour(number),
             label=operator,
             alpha=0.8,
         )
@@ -164,7 +170,5 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes that have to move")
     axes.set_ylabel("predicted microseconds")
-    axes.set_title(f"Kernels on {device.name}: simulated counters, predicted time", loc="left")
     axes.grid(alpha=0.25, which="both")
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    axes.legend(fontsize=9)

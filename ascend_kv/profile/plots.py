@@ -6,20 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ascend_kv.plot_style import COLOURS, FREE, new_figure, save, style
 from ascend_kv.profile.attribution import PARTS
 from ascend_kv.profile.summary import Profile
 
-# Okabe and Ito's palette, which can be told apart with any kind of colour vision; gaps are grey.
-_COLOURS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#d55e00", "#cc79a7", "#dddddd")
+_COLOURS = (*(COLOURS[number] for number in (3, 5, 1, 2, 4, 6)), FREE)
+"""Of ``PARTS``; the last are gaps."""
 _MOST_STEPS = 200
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-}
 
 
 def draw_plots(profiles: Sequence[tuple[str, Profile]], directory: Path) -> list[str]:
@@ -35,28 +28,17 @@ def draw_plots(profiles: Sequence[tuple[str, Profile]], directory: Path) -> list
     Raises:
         OSError: a file cannot be written.
     """
-    import matplotlib  # half a second that a table does not need
-
     names = ["parts.png"]
-    with matplotlib.rc_context(_STYLE):
-        _parts(profiles).savefig(directory / "parts.png", dpi=150)
+    with style():
+        save(_parts(profiles), directory / "parts.png")
         if profiles[-1][1].steps:
-            _steps(*profiles[-1]).savefig(directory / "steps.png", dpi=150)
+            save(_steps(*profiles[-1]), directory / "steps.png")
             names.append("steps.png")
     return names
 
 
-def _figure(title: str, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    return figure, axes
-
-
 def _parts(profiles: Sequence[tuple[str, Profile]]) -> Any:
-    figure, axes = _figure("Where the time went", 1.6 + 0.7 * len(profiles))
+    figure, axes = new_figure("Where the time went", height=1.6 + 0.7 * len(profiles))
     names = [name for name, _ in profiles]
     left = [0.0] * len(profiles)
     for part, colour in zip(PARTS, _COLOURS, strict=True):
@@ -70,7 +52,7 @@ def _parts(profiles: Sequence[tuple[str, Profile]]) -> Any:
 
 
 def _steps(name: str, profile: Profile) -> Any:
-    figure, axes = _figure(f"Steps, {name}", 4.8)
+    figure, axes = new_figure(f"Steps, {name}")
     steps = profile.steps[:_MOST_STEPS]
     bottom = [0.0] * len(steps)
     for part, colour in zip(PARTS, _COLOURS, strict=True):

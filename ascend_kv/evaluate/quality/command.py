@@ -8,6 +8,10 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ascend_kv.evaluate.quality.recipe import EvalRecipe
 
 SUMMARY = "measure what a cache format costs in quality"
 
@@ -96,9 +100,8 @@ def run(options: argparse.Namespace) -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.quality.recipe import load_eval_recipe, with_flags
-    from ascend_kv.evaluate.report import prepare_directory
+    from ascend_kv.evaluate.report import output_directory
 
     recipe = with_flags(
         load_eval_recipe(options.recipe, options.quick),
@@ -116,14 +119,18 @@ def run(options: argparse.Namespace) -> None:
         },
     )
     directory = options.output or Path("runs") / datetime.now().strftime("eval_%Y-%m-%d_%H-%M-%S")
-    prepare_directory(directory)
-    log = Log(table_console(stderr=True))
-    log.say(f"Results: {directory}")
+    with output_directory(directory):
+        _evaluate(recipe, directory, options)
 
+
+def _evaluate(recipe: EvalRecipe, directory: Path, options: argparse.Namespace) -> None:
+    from ascend_kv.evaluate.console import Log, table_console
     from ascend_kv.evaluate.quality import report
     from ascend_kv.evaluate.quality.evaluation import Evaluation
     from ascend_kv.evaluate.quality.job import run_eval
 
+    log = Log(table_console(stderr=True))
+    log.say(f"Results: {directory}")
     evaluation = Evaluation(recipe, directory, options.quick, log)
     try:
         result = run_eval(evaluation, report.Saver(directory, log))

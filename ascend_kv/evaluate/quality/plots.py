@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from ascend_kv.evaluate.plots import COLOURS, STYLE, new_figure
 from ascend_kv.evaluate.quality.policies import UNQUANTIZED
 from ascend_kv.evaluate.quality.results import EvalResult, Interval, NeedlePoint
+from ascend_kv.plot_style import COLOURS, colour, new_figure, save, style
 
 _MARKERS = "osD^vP*X"
 _COLUMNS = 4
@@ -28,12 +27,12 @@ def draw_plots(result: EvalResult, directory: Path) -> list[str]:
         OSError: a file cannot be written.
     """
     drawn: list[str] = []
-    with matplotlib.rc_context(STYLE):
+    with style():
         if points := _pareto_points(result):
-            _pareto(result, points).savefig(directory / "pareto.png", dpi=150)
+            save(_pareto(result, points), directory / "pareto.png")
             drawn.append("pareto.png")
         if result.needles:
-            _needles(result).savefig(directory / "needle.png", dpi=150)
+            save(_needles(result), directory / "needle.png")
             drawn.append("needle.png")
     return drawn
 
@@ -62,8 +61,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _pareto(result: EvalResult, points: Sequence[tuple[str, float, Interval]]) -> Figure:
-    figure, axes = new_figure("What a byte of cache buys", _origin(result))
-    figure.set_size_inches(8, 6.4)
+    figure, axes = new_figure("What a byte of cache buys", _origin(result), 6.4)
     front = pareto_front([(size, change.value) for _, size, change in points])
     axes.plot(*zip(*front, strict=True), color="0.8", zorder=1, drawstyle="steps-post")
     for number, (name, size, change) in enumerate(points):
@@ -71,7 +69,7 @@ def _pareto(result: EvalResult, points: Sequence[tuple[str, float, Interval]]) -
             size,
             change.value,
             yerr=[[change.value - change.low], [change.high - change.value]],
-            color=COLOURS[number % len(COLOURS)],
+            color=colour(number),
             marker=_MARKERS[(number // len(COLOURS) + number) % len(_MARKERS)],
             capsize=3,
             linestyle="none",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 
 from ascend_kv.errors import RunError
-from ascend_kv.evaluate.console import Log, print_table
+from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.quality.plots import draw_plots
 from ascend_kv.evaluate.quality.results import EvalResult
 from ascend_kv.evaluate.quality.tables import tables
-from ascend_kv.evaluate.report import cannot_write, markdown_table, write_whole
+from ascend_kv.evaluate.report import (
+    machine_line,
+    markdown_table,
+    model_line,
+    print_report,
+    write_files,
+)
 
 
 class Saver:
@@ -41,21 +46,17 @@ def write_report(result: EvalResult, directory: Path) -> None:
     Raises:
         RunError: one of them cannot be written.
     """
-    content = json.dumps(result.as_json(), indent=1) + "\n"
-    write_whole(directory / "report.json", content)
-    try:
-        plots = draw_plots(result, directory)
-    except OSError as error:
-        raise RunError(cannot_write(directory, error)) from error
-    write_whole(directory / "report.md", markdown(result, plots))
+    write_files(
+        directory,
+        result.as_json(),
+        lambda: draw_plots(result, directory),
+        lambda plots: markdown(result, plots),
+    )
 
 
 def show(result: EvalResult, console: Console) -> None:
     """Print the tables and what has to be known to read them."""
-    for table in tables(result):
-        print_table(table, console)
-    for line in _context(result):
-        console.print(line, markup=False, highlight=False)
+    print_report(tables(result), _context(result), console)
 
 
 def markdown(result: EvalResult, plots: list[str]) -> str:
@@ -73,15 +74,9 @@ def markdown(result: EvalResult, plots: list[str]) -> str:
 
 
 def _context(result: EvalResult) -> list[str]:
-    machine, model = result.machine, result.model
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return [
-        f"Machine: {machine.device}; {machine.processor}, {machine.cores} cores, "
-        f"{machine.threads} threads; {machine.system}; {versions}. Started {result.started}, "
-        f"{result.wall_seconds:.0f} s{' (quick)' if result.quick else ''}.",
-        f"Model: {model.name} ({model.model_type}, {model.num_layers} layers, "
-        f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}), "
-        f"computed in {model.dtype}.",
+        machine_line(result.machine, result.started, result.wall_seconds, result.quick),
+        model_line(result.model),
         f"Text: {result.text.source}, {result.text.tokens:,} tokens, SHA-256 "
         f"{result.text.sha256[:16]}.",
     ]
