@@ -150,6 +150,19 @@ def test_deepseek_configurations_on_disk(tmp_path: Path) -> None:
             assert model.parameters == find_planned_model(name).parameters
 
 
+def test_older_checkpoints_give_ratios(tmp_path: Path) -> None:
+    """One a layer, and one more for the layer that drafts."""
+    flash = find_planned_model("deepseek-v4-flash")
+    config = dict(flash.config)
+    kinds = config.pop("layer_types")
+    del config["compress_rates"]
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4}
+    config["compress_ratios"] = [*(ratios.get(kind, 128) for kind in kinds), 0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    older = find_planned_model(tmp_path)
+    assert older.geometry == flash.geometry and older.parameters == flash.parameters
+
+
 def test_models_that_cannot_be_planned() -> None:
     error = refused(UsageError, find_planned_model, "qwen2.5-7x.json")
     assert error.field == "model" and "Built in: qwen2.5-0.5b" in error.hint

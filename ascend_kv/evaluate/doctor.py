@@ -18,18 +18,16 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ascend_kv import __version__
-from ascend_kv.devices import DEVICES, Device, get_device
-from ascend_kv.errors import RunError, UsageError
+from ascend_kv.devices import DEVICES, get_device
+from ascend_kv.errors import RunError
 from ascend_kv.evaluate import twin
 from ascend_kv.evaluate.console import Log, print_table, table_console
 from ascend_kv.evaluate.finding import ABSENT, BROKEN, OK, WARNING, Finding
 from ascend_kv.evaluate.machine import this_machine
-from ascend_kv.evaluate.quality.recipe import load_eval_recipe
-from ascend_kv.evaluate.recipe import load_recipe
-from ascend_kv.evaluate.recipe_kinds import RecipeKind, recipe_kind
+from ascend_kv.evaluate.recipe_kinds import check_recipe, lint_any, recipe_kind
 from ascend_kv.evaluate.surroundings import (
     chip_findings,
     numa,
@@ -39,9 +37,6 @@ from ascend_kv.evaluate.surroundings import (
 )
 from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
-
-if TYPE_CHECKING:
-    from ascend_kv.evaluate.lint_case import Lint
 
 _CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "sve", "bf16",
@@ -94,7 +89,7 @@ def run_doctor(
         directory.mkdir(parents=True, exist_ok=True)
     kind = recipe_kind(recipe) if recipe is not None else None
     if recipe is not None and kind is not None:
-        _check_recipe(recipe, kind, model)
+        check_recipe(recipe, kind, model)
     aim = get_device(target) if target is not None else None
     findings = examine()
     text = io.StringIO()
@@ -105,7 +100,7 @@ def run_doctor(
     complaints = [f"{f.name}: {f.value}" for f in findings if f.state in grave]
     torch_loads = all(f.state != BROKEN for f in findings if f.name == "torch")
     if recipe is not None and kind is not None and torch_loads:
-        lints = _lint(recipe, kind, aim, model)
+        lints = lint_any(recipe, kind, aim, model)
         from ascend_kv.evaluate import lint  # with torch
 
         name = f"{recipe} ({kind.command})"
@@ -135,31 +130,6 @@ def run_doctor(
         log.say(f"Report: {directory / 'doctor.txt'}, {directory / 'doctor.json'}")
     if complaints:
         raise RunError("; ".join(complaints))
-
-
-def _check_recipe(path: Path, kind: RecipeKind, model: str | None) -> None:
-    """Refuse a recipe that its own command would, before anything is looked at."""
-    if kind.name == "deepseek" and model is not None:
-        raise UsageError("--model", model, "none with a DeepSeek recipe, which makes its own")
-    if kind.name == "bench":
-        load_recipe(path)
-    elif kind.name == "eval":
-        load_eval_recipe(path)
-
-
-def _lint(path: Path, kind: RecipeKind, aim: Device | None, model: str | None) -> list[Lint]:
-    """What a recipe would run into on ``aim``, or on what is here."""
-    from ascend_kv.evaluate import lint, lint_others  # with torch
-
-    if kind.name == "deepseek":
-        from ascend_kv.evaluate.deepseek_recipe import load_deepseek_recipe
-
-        return lint_others.lint_deepseek(load_deepseek_recipe(path), aim.name if aim else None)
-    if kind.name == "eval":
-        recipe = load_eval_recipe(path)
-        return lint_others.lint_eval(recipe, aim or lint.device_here(recipe.device), model)
-    bench = load_recipe(path)
-    return lint.lint_recipe(bench, aim or lint.device_here(bench.device), model)
 
 
 def _selftest(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ascend_kv.errors import UsageError
@@ -178,3 +180,31 @@ def whole_numbers(given: str, flag: str, legal: str) -> tuple[int, ...]:
         return tuple(int(number) for number in given.split(",")) if given.strip() else ()
     except ValueError:
         raise UsageError(flag, given, legal) from None
+
+
+_FLAGS = {
+    "kv_cache_dtype": "--formats",
+    "kv_cache_memory_bytes": "--memory",
+    "kv_cache_dtype_skip_layers": "--skip-layers",
+    "granularity": "--granularity",
+    "scale_type": "--scale-type",
+    "group_size": "--group-size",
+    "indexer_cache_dtype": "--indexer-format",
+    "block_size": "--block-size",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "prompt": "--prompt",
+    "device": "--device",
+}
+"""What the command line calls the fields that an error may name."""
+
+
+@contextmanager
+def named_as_flags() -> Iterator[None]:
+    """Errors name what stands on the command line, not the field that it becomes."""
+    try:
+        yield
+    except UsageError as error:
+        if error.field not in _FLAGS:
+            raise
+        raise UsageError(_FLAGS[error.field], error.given, error.legal, error.hint) from None

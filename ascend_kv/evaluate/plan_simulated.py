@@ -10,7 +10,8 @@ from ascend_kv.cache.tables import PagedTables, SequenceTables
 from ascend_kv.compressed_layers import plan_groups
 from ascend_kv.config import SchedulerConfig, plan_blocks
 from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.planning import Plan, named_as_flags
+from ascend_kv.evaluate.plan_arguments import named_as_flags
+from ascend_kv.evaluate.planning import Plan
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.simulation import Percentiles, Simulation, simulate
 from ascend_kv.plan.sparse_deployment import SparsePolicy, layers_of

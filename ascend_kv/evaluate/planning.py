@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ascend_kv.config import CacheConfig, SchedulerConfig, resolve_formats
+from ascend_kv.config import CacheConfig, SchedulerConfig
 from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.plan_arguments import settle, whole_numbers
+from ascend_kv.evaluate.plan_arguments import named_as_flags, settle, whole_numbers
+from ascend_kv.evaluate.plan_calibrated import calibrated_clocks, wanted_calibration
 from ascend_kv.geometry import FORMATS
-from ascend_kv.plan.calibration import Calibration, read_calibration
-from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.plan.calibration import Calibration
 from ascend_kv.plan.deployment import (
-    ClockMaker,
     Deployment,
     Policy,
     plan_policy,
@@ -35,21 +33,6 @@ from ascend_kv.plan.traces import Arrival, lengths_of, poisson_trace, read_trace
 from ascend_kv.user_values import parse_bytes
 
 DEFAULT_MAX_MODEL_LEN = 8192
-_FLAGS = {
-    "kv_cache_dtype": "--formats",
-    "kv_cache_memory_bytes": "--memory",
-    "kv_cache_dtype_skip_layers": "--skip-layers",
-    "granularity": "--granularity",
-    "scale_type": "--scale-type",
-    "group_size": "--group-size",
-    "indexer_cache_dtype": "--indexer-format",
-    "block_size": "--block-size",
-    "max_num_seqs": "--max-num-seqs",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-    "prompt": "--prompt",
-    "device": "--device",
-}
-"""What the command line calls the fields that an error may name."""
 
 
 class Plan(NamedTuple):
@@ -143,13 +126,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
         kv_bytes=kv_bytes,
     )
     caches = _caches(options, model)
-    calibration = _calibration(options, deployment, caches)
+    calibration = wanted_calibration(options, deployment, caches)
     if model.geometry.compressed is not None:
         costs = {name: each for name, (each, _) in sparse_stacks(deployment.weights).items()}
         with named_as_flags():
             sparse = [plan_sparse_policy(deployment, cache, costs) for cache in caches]
         return Plan(deployment, sparse, arrivals, None)
-    maker = _calibrated_clocks(calibration) if calibration else roofline_clocks(
+    maker = calibrated_clocks(calibration) if calibration else roofline_clocks(
         {name: costs for name, (costs, _) in stacks().items()}
     )  # fmt: skip
     policies = []
@@ -255,66 +238,3 @@ def _caches(options: argparse.Namespace, model: PlannedModel) -> list[CacheConfi
             legal = "formats that have zero points, int8 and int4"
             raise UsageError("--asymmetric", name, legal, hint) from None
     return caches
-
-
-def _calibration(
-    options: argparse.Namespace, deployment: Deployment, caches: Sequence[CacheConfig]
-) -> Calibration | None:
-    if options.save_calibration is not None and not options.calibrate:
-        given = str(options.save_calibration)
-        raise UsageError("--save-calibration", given, "together with --calibrate")
-    if not options.calibrate and options.calibration is None:
-        return None
-    flag = "--calibrate" if options.calibrate else "--calibration"
-    if deployment.model.geometry.compressed is not None:
-        legal = "a model that keeps every token"
-        raise UsageError(flag, deployment.model.name, legal, "Other steps are not measured.")
-    if deployment.hardware.name != "cpu":
-        raise UsageError(flag, options.device, "with --device cpu", "This machine is measured.")
-    model, weights = deployment.model, deployment.weights.name
-    if deployment.parallel.tensor > 1:
-        legal = f"1 with {flag}"
-        hint = "One process is measured, which runs a whole copy."
-        raise UsageError("--tensor-parallel", deployment.parallel.tensor, legal, hint)
-    served = model.describe(weights)
-    if options.calibration is not None:
-        if options.calibrate:
-            raise UsageError("--calibration", str(options.calibration), "without --calibrate")
-        calibration = read_calibration(options.calibration)
-        if calibration.model != served:
-            legal = f"a calibration of what is planned: {served}"
-            hint = f"This one is of {calibration.model}."
-            raise UsageError("--calibration", str(options.calibration), legal, hint)
-        return calibration
-    if weights != model.geometry.dtype:
-        legal = f"auto or {model.geometry.dtype} with --calibrate"
-        raise UsageError("--weights", weights, legal, "The model runs as it is stored.")
-    for cache in caches:
-        with named_as_flags():
-            formats = resolve_formats(model.geometry, cache, weights)
-        if any(spec.static for spec in formats):
-            hint = "To run static scales takes the scales, and a plan is given none."
-            given = describe_formats(formats)
-            raise UsageError("--formats", given, "dynamic scales with --calibrate", hint)
-    # Loads torch and the model: the one part of planning that runs anything.
-    from ascend_kv.evaluate.calibrate_steps import calibrate
-
-    calibration = calibrate(options.model, served, caches)
-    if options.save_calibration is not None:
-        calibration.write(options.save_calibration)
-    return calibration
-
-
-def _calibrated_clocks(calibration: Calibration) -> ClockMaker:
-    return lambda deployment, formats, _: calibration.clocks(describe_formats(formats))
-
-
-@contextmanager
-def named_as_flags() -> Iterator[None]:
-    """Errors name what stands on the command line, not the field that it becomes."""
-    try:
-        yield
-    except UsageError as error:
-        if error.field not in _FLAGS:
-            raise
-        raise UsageError(_FLAGS[error.field], error.given, error.legal, error.hint) from None

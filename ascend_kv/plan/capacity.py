@@ -131,7 +131,7 @@ def _block_steps(prompt: int, output: int, block_size: int, ratio: int) -> int:
 
     def up_to(tokens: int) -> int:
         """For t = 1 ... tokens: block j is held from r * (j * S + 1) tokens on."""
-        blocks = (tokens - ratio) // (ratio * block_size) + 1 if tokens >= ratio else 0
+        blocks = (tokens - ratio) // (ratio * block_size) + 1
         return blocks * (tokens + 1 - ratio) - ratio * block_size * blocks * (blocks - 1) // 2
 
     return up_to(prompt + output - 1) - up_to(prompt - 1)
