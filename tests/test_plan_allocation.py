@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepseek_models import make_deepseek
 from tiny_models import make_model
 
 from ascend_kv import LLM, SamplingParams, cli
@@ -88,3 +89,28 @@ def test_memory_of_a_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     measured = int(done.stdout.split()[-1]) * 1024
     assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("entries", "keys"), [("auto", "auto"), ("int8", "int8")])
+def test_slots_blocks_and_sequences_of_deepseek_v4_are_those_of_the_engine(
+    entries: str, keys: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_deepseek(tmp_path)
+    budget = 700_000
+    (policy,) = plan(
+        capsys, tmp_path, "--memory", str(budget), "--formats", entries, "--indexer-format", keys,
+        "--block-size", "4", "--max-model-len", "512", "--max-num-seqs", "6", "--prompt", "300",
+        "--output", "200",
+    )["policies"]  # fmt: skip
+    llm = LLM(
+        str(tmp_path), kv_cache_dtype=entries, indexer_cache_dtype=keys, block_size=4,
+        max_model_len=512, max_num_seqs=6, kv_cache_memory_bytes=budget, skip_tokenizer_init=True,
+    )  # fmt: skip
+    assert llm.cache.blocks._asdict() == policy["blocks"]
+    assert llm.cache.bytes_by_group == policy["group_bytes"]
+    assert llm.cache.allocated_bytes == sum(policy["group_bytes"].values()) <= budget
+    # Sequences that all stand at their full length: one more than the plan's does not fit.
+    at_once, tables = policy["sequences_full_length"], llm.tables
+    for number in range(at_once):
+        assert tables.reserve(f"x{number}", 512)
+    assert at_once >= 2 and not tables.can_admit(512)
