@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ascend_kv.evaluate.planning import Plan
 from ascend_kv.plan.deployment import Policy
+from ascend_kv.plan.latent import LatentLayers
 from ascend_kv.plan.performance import Latency
 from ascend_kv.plan.sparse_deployment import SparsePolicy
 from ascend_kv.text_table import TextTable
@@ -45,9 +46,10 @@ def speed_table(plan: Plan) -> TextTable:
         notes[0] += f" Dequantizing is not counted: the {hardware.name}'s vector rate is not known."
     notes += [_copied(plan, policy) for policy in plan.policies if plan.why_copied(policy)]
     if any("int8" in one.formats for one in sparse):
+        serves = not isinstance(plan.deployment.model.geometry.compressed, LatentLayers)
         notes.append(
             "INT8 entries and indexer keys: the speed of an attention that reads them as they lie, "
-            "which the published stacks have. In this package references read them."
+            "which the published stacks have." + " In this package references read them." * serves
         )
     return TextTable(
         "Speed of decoding at that batch (predicted; low | best | high are times)",

@@ -289,7 +289,8 @@ def make_budget(hardware: Hardware, parts: Sequence[Part], serving: Serving, lea
 def _does_not_fit(hardware: Hardware, part: Part, left: int, parts: Sequence[Part]) -> UsageError:
     taken = ", ".join(f"{other.name} {format_bytes(other.bytes)}" for other in parts)
     remedy = {
-        "weights": "Take more cards (--tensor-parallel) or smaller weights (--weights w8a8).",
+        "weights": "Take more cards (--cards, --tensor-parallel) or smaller weights (--weights "
+        "w8a8).",
         "KV cache": "Lower --max-model-len, quantize the cache (--formats int8), or take more "
         "cards (--tensor-parallel).",
         "activations": "Lower --max-num-batched-tokens or --max-num-seqs.",
