@@ -33,8 +33,10 @@ later query reads go back to their pool before the next step; those of the sinks
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ascend_kv.errors import UsageError
 
@@ -43,6 +45,7 @@ CSA_RATIO = 4
 HCA_RATIO = 128
 """Tokens of an entry of "hca"."""
 FINE_IN_COARSE = HCA_RATIO // CSA_RATIO
+_COUNTED = {"csa": ("csa",), "all": ("csa", "hca"), "none": ()}
 MEASURED_LOSS = "SmolLM2-135M: see recipes/untrained_compression.md"
 """What it costs, for those who have not asked for it in so many words"""
 
@@ -57,8 +60,9 @@ class Compression:
         csa_from: sequences of so many tokens are compressed by 4.
         hca_from: sequences of so many tokens are compressed by 128; None: none is.
         top_k: entries of 4 tokens that a query attends to, for each key/value head.
-        count_tokens: an entry weighs as much as the tokens it stands for: log 4 or log 128 is
-            added to its score, for a softmax sums over tokens.
+        count_tokens: entries that weigh as much as the tokens they stand for, by log 4 or log 128
+            added to their scores: "csa", "all" or "none". Measured: it helps entries of 4 tokens
+            and hurts those of 128 (``recipes/untrained_compression.md``).
 
     Raises:
         UsageError: names the field.
@@ -70,7 +74,7 @@ class Compression:
     csa_from: int = 4096
     hca_from: int | None = 32_768
     top_k: int = 512
-    count_tokens: bool = True
+    count_tokens: Literal["csa", "all", "none"] = "csa"
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("sinks", 0), ("window_layers", 0), ("top_k", 1)):
@@ -78,8 +82,12 @@ class Compression:
         self._check("csa_from", 1, "1 or more tokens")
         if self.hca_from is not None:
             self._check("hca_from", self.csa_from, f"csa_from = {self.csa_from} or more, or null")
-        if not isinstance(self.count_tokens, bool):
-            raise UsageError("compression.count_tokens", self.count_tokens, "true, false")
+        if self.count_tokens not in _COUNTED:
+            raise UsageError("compression.count_tokens", self.count_tokens, tuple(_COUNTED))
+
+    def counts(self, group: str) -> bool:
+        """Whether entries of "csa" or "hca" weigh as much as their tokens."""
+        return group in _COUNTED[self.count_tokens]
 
     def _check(self, name: str, least: int, legal: str) -> None:
         given = getattr(self, name)
@@ -197,10 +205,15 @@ def plan_untrained_blocks(
             "more memory, or lower max_model_len, csa_from or max_num_batched_tokens."
         )
         raise UsageError("kv_cache_memory_bytes", memory_bytes, f"{least} or more", hint)
-    return {
-        group: min(max_num_seqs * count, count * memory_bytes // least)
-        for group, count in most.items()
-    }
+
+    def size(hundredths: int) -> dict[str, int]:  # of sequences; rounded up, for some need few
+        return {group: -(-count * hundredths // 100) for group, count in most.items()}
+
+    def taken(hundredths: int) -> int:
+        return sum(size(hundredths)[group] * one for group, one in block_bytes.items())
+
+    choices = range(100, 100 * max_num_seqs + 1)
+    return size(choices[bisect_right(choices, memory_bytes, key=taken) - 1])
 
 
 def most_by_group(

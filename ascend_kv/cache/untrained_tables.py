@@ -70,7 +70,7 @@ class _Group:
         holding = self.holdings[sequence]
         high = self.policy.high(self.name, stop)
         while (holding.dropped + len(holding.table)) * self.block_size < high:
-            holding.table.append(holding.spare.pop())
+            holding.table.append(holding.spare.pop(0))
         used = max(0, high - holding.dropped * self.block_size)
         self.used_tokens += used - holding.used
         holding.used = used

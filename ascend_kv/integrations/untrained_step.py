@@ -8,10 +8,11 @@ key/value head) and entries of 128 tokens (all).
 The best entries: without an indexer, an entry scores the largest q . k among the query heads of a
 key/value head, so that one head that looks for it is enough; ties go to the lowest index.
 
-A pooled entry's weight: a softmax sums exp(score) over tokens. By Jensen's inequality the 4 scores
-that an entry stands for add up to at least 4 exp(their mean), and their mean is the entry's own
-score but for the distance between them. So log 4 (log 128) is added to it
-(``Compression.count_tokens``), which is the same as adding it to the log-sum-exp of its part.
+An entry's weight: a softmax sums exp(score) over tokens. By Jensen's inequality the 4 scores that
+an entry stands for add up to at least 4 exp(their mean), and their mean is nearly the entry's own
+score. So log 4 is added to it, which is the same as adding it to the log-sum-exp of its part. The
+keys of 128 tokens, each turned at its own position, are far from their mean turned at one, the
+bound says nothing of the entry's score, and without log 128 the text is predicted better.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class UntrainedStep:
             )
         if cache.fine is not None and self._fine is not None and any(self._fine.lengths):
             part = self._attend_fine(cache.fine, self._fine, plan.late_lengths, query, scaling)
-            parts.append(self._counted(part, CSA_RATIO))
+            parts.append(self._counted(part, "csa", CSA_RATIO))
         if cache.coarse is not None and self._coarse is not None and any(self._coarse.lengths):
             coarse = self._coarse
             part = ops.paged_attention(
@@ -155,12 +156,13 @@ class UntrainedStep:
                 scaling,
                 query_positions=torch.tensor(coarse.end, device=query.device) - 1,
             )
-            parts.append(self._counted(part, HCA_RATIO))
+            parts.append(self._counted(part, "hca", HCA_RATIO))
         outputs, log_sum_exps = zip(*parts, strict=True)
         return ops.merge_attention(outputs, log_sum_exps)[0]
 
-    def _counted(self, part: Part, tokens: int) -> Part:
-        return (part[0], part[1] + math.log(tokens)) if self._policy.count_tokens else part
+    def _counted(self, part: Part, group: str, tokens: int) -> Part:
+        """A part of entries that each weigh as ``tokens``, if they do."""
+        return (part[0], part[1] + math.log(tokens)) if self._policy.counts(group) else part
 
     def _attend_fine(
         self,
