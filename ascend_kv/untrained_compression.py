@@ -24,8 +24,7 @@ entries of 4, as they are stored: both switches happen with what the cache holds
 as in a prompt. Windows of tokens begin after the sinks, so that no entry holds one.
 
 Below ``csa_from`` the first layers see everything too: that way nothing changes for sequences that
-are short, not even a rounding. A window from the first token on would cost them quality (see
-``recipes/untrained_compression.md``) and save next to nothing there.
+are short, not even a rounding. A window from the first token on would save next to nothing there.
 
 Four groups of blocks: "window" and "full" hold tokens, "csa" and "hca" entries. Blocks that no
 later query reads go back to their pool before the next step; those of the sinks stay.
@@ -46,7 +45,10 @@ HCA_RATIO = 128
 """Tokens of an entry of "hca"."""
 FINE_IN_COARSE = HCA_RATIO // CSA_RATIO
 _COUNTED = {"csa": ("csa",), "all": ("csa", "hca"), "none": ()}
-MEASURED_LOSS = "SmolLM2-135M: see recipes/untrained_compression.md"
+MEASURED_LOSS = (
+    "+27 % of perplexity with entries of 4 tokens and +29 % with entries of 128 (SmolLM2-135M, "
+    "windows of 1,536 tokens, from 512 on; recipes/untrained_compression.md)"
+)
 """What it costs, for those who have not asked for it in so many words"""
 
 
