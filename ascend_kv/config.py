@@ -23,11 +23,13 @@ from ascend_kv.geometry import (
     FORMAT_NAMES,
     GRANULARITIES,
     SCALE_TYPES,
+    FormatSpec,
     LayerFormat,
     ModelGeometry,
     format_spec,
     layer_format,
 )
+from ascend_kv.untrained_compression import MEASURED_LOSS, Compression
 from ascend_kv.user_values import at_least_one, format_bytes, from_mapping, is_int, one_of
 
 PairScaling = bool | Literal["auto"]
@@ -73,6 +75,10 @@ class CacheConfig:
         key_offset_layers: layers whose keys are stored without the model's key bias: "auto"
             where the format and the size of the bias call for it, "all" that have one, "none",
             or a list; negative numbers count from the last layer.
+        compression: old tokens of a dense model become means of 4 and of 128
+            (``untrained_compression``); None: every token is kept.
+        untrained_compression: that the user wants this in a model that never learned it, which
+            costs quality.
 
     Raises:
         UsageError: names the field, what was given and what is legal.
@@ -93,6 +99,8 @@ class CacheConfig:
     prefill_reads: str = "cache"
     pair_scaling: PairScaling = "auto"
     key_offset_layers: KeyOffsetLayers = "auto"
+    compression: Compression | None = None
+    untrained_compression: bool = False
 
     def __post_init__(self) -> None:
         one_of("indexer_cache_dtype", self.indexer_cache_dtype, ("auto", *FORMAT_NAMES))
@@ -119,6 +127,30 @@ class CacheConfig:
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(layers))
         self._check_scales()
         self._check_conditioning()
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        one_of("untrained_compression", self.untrained_compression, (True, False))
+        if self.compression is None:
+            if self.untrained_compression:
+                legal = "a mapping, {} for the defaults, beside untrained_compression"
+                raise UsageError("compression", None, legal)
+            return
+        if not isinstance(self.compression, Compression):
+            raise UsageError("compression", self.compression, "a mapping with its settings")
+        if not self.untrained_compression:
+            hint = (
+                "The model never learned to read entries of many tokens, and loses quality: "
+                f"{MEASURED_LOSS}."
+            )
+            raise UsageError("untrained_compression", False, "true beside compression", hint)
+        for name in ("kv_allocator", "pair_scaling", "key_offset_layers"):
+            given, default = getattr(self, name), CacheConfig.__dataclass_fields__[name].default
+            if given not in (default, False, "none"):
+                hint = (
+                    "Blocks come back as tokens are pooled, and keys stay as the model makes them."
+                )
+                raise UsageError(name, given, f"{default} with compression", hint)
 
     def _check_scales(self) -> None:
         scales: object = self.kv_cache_scales
@@ -307,7 +339,7 @@ def _layers_named(words: object, layers: int) -> range:
 _OF_EVERY_TOKEN = (
     *("granularity", "symmetric", "scale_type", "group_size", "kv_cache_scales"),
     *("kv_cache_dtype_skip_layers", "kv_cache_dtype_layers", "kv_allocator", "pair_scaling"),
-    "key_offset_layers",
+    *("key_offset_layers", "compression"),
 )
 """What says something of caches that keep every token only"""
 
@@ -339,6 +371,24 @@ def resolve_compressed_formats(cache: CacheConfig, model_dtype: str) -> Compress
 
     entries, keys = resolve(cache.kv_cache_dtype), resolve(cache.indexer_cache_dtype)
     return CompressedFormats(format_spec(model_dtype).name, entries, keys).check()
+
+
+def resolve_untrained_format(formats: Sequence[LayerFormat]) -> FormatSpec:
+    """The one format of a cache that compresses a dense model.
+
+    Raises:
+        UsageError: layers are quantized, or differ.
+    """
+    first = formats[0].key
+    for layer in formats:
+        if layer.quantized or layer.key != first:
+            hint = (
+                "Entries are pooled from stored keys, turned back and forth: with quantized ones "
+                "every entry would be rounded from rounded numbers, which nobody has measured."
+            )
+            legal = "one unquantized type for all layers with compression"
+            raise UsageError("kv_cache_dtype", str(layer), legal, hint)
+    return first
 
 
 def check_quantization_is_used(cache: CacheConfig, formats: Sequence[LayerFormat]) -> None:

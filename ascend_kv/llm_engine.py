@@ -12,6 +12,7 @@ from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.cache.static_scales import load_static_scales
 from ascend_kv.cache.tables import SequenceTables, make_tables
+from ascend_kv.cache.untrained import UntrainedKVCache
 from ascend_kv.config import (
     CacheConfig,
     KeyOffsetLayers,
@@ -25,6 +26,7 @@ from ascend_kv.config import (
     resolve_block_size,
     resolve_compressed_formats,
     resolve_formats,
+    resolve_untrained_format,
 )
 from ascend_kv.devices import get_device
 from ascend_kv.engine.batch import Model
@@ -39,6 +41,7 @@ from ascend_kv.integrations.key_conditioning import UNCONDITIONED, KeyConditioni
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
 from ascend_kv.integrations.prompts import Prompt, TokenizedPrompt, tokenize
+from ascend_kv.integrations.untrained import make_untrained_cache
 from ascend_kv.ops import platform
 from ascend_kv.user_values import format_bytes, parse_bytes
 
@@ -128,7 +131,8 @@ class LLMEngine:
             block_size: tokens a block; None: the device's default.
             kv_allocator: paged, or contiguous (max_model_len reserved for every sequence).
             kv_cache_config: any of the above about the cache in one mapping, with
-                ``enable_paged_attention`` for ``kv_allocator``.
+                ``enable_paged_attention`` for ``kv_allocator``; and, there only, ``compression``
+                with ``untrained_compression: true`` (``ascend_kv.untrained_compression``).
             max_num_seqs: most sequences at once.
             max_num_batched_tokens: most tokens a step.
             enable_chunked_prefill: cut long prompts into chunks that fit a step.
@@ -189,11 +193,13 @@ class LLMEngine:
         self._warned_of_clipping = False
         self.formats: tuple[LayerFormat, ...] = ()
         self.tables: SequenceTables
-        self.cache: PagedKVCache | CompressedKVCache
+        self.cache: PagedKVCache | CompressedKVCache | UntrainedKVCache
         self.model: Model
         self.conditioning: KeyConditioning
         if self.geometry.compressed is not None:
             self._make_compressed_cache(cache_config, gpu_memory_utilization, max_num_seqs)
+        elif cache_config.compression is not None:
+            self._make_untrained_cache(cache_config, gpu_memory_utilization, scheduler)
         else:
             self._make_paged_cache(cache_config, gpu_memory_utilization)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(self.weights.path)
@@ -259,6 +265,28 @@ class LLMEngine:
             self.block_size,
             self.max_model_len,
             max_num_seqs,
+            lambda longest: self._memory_bytes(config, utilization, longest),
+        )
+        self.conditioning = UNCONDITIONED
+
+    def _make_untrained_cache(
+        self, config: CacheConfig, utilization: float | None, scheduler: SchedulerConfig
+    ) -> None:
+        """Tables, cache and model of dense layers that compress."""
+        assert config.compression is not None
+        self.formats = resolve_formats(self.geometry, config, self.weights.dtype)
+        check_quantization_is_used(config, self.formats)
+        spec = resolve_untrained_format(self.formats)
+        device = get_device(platform.device_name(self.device))
+        self.block_size = resolve_block_size(config, device, [spec])
+        self.tables, self.cache, self.model = make_untrained_cache(
+            self.weights,
+            config.compression,
+            spec,
+            self.block_size,
+            self.max_model_len,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
             lambda longest: self._memory_bytes(config, utilization, longest),
         )
         self.conditioning = UNCONDITIONED

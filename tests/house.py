@@ -18,7 +18,7 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("architectures", "cache_formats", "compressed_layers", "gguf_header"),
+    ("architectures", "cache_formats", "compressed_layers", "gguf_header", "untrained_compression"),
     ("format_names",),
     ("geometry", "devices", "registry", "metrics", "text_table", "plot_style"),
     ("model_files", "user_values"),
@@ -43,6 +43,7 @@ NO_TORCH = (
     "cache.tables",
     "cache.group_tables",
     "cache.stats",
+    "cache.untrained_tables",
     "engine.detokenizer",
     "engine.outputs",
     "engine.params",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ascend_kv.cache.tables import SequenceTables
 from ascend_kv.engine.batch import Batch
 
 
@@ -28,4 +29,29 @@ def single_sequence(
         query_lengths=[count],
         kv_lengths=[stop],
         logits_indices=[count - 1] if last_logits else list(range(count)),
+    )
+
+
+def sequence_in_tables(tables: SequenceTables, token_ids: Sequence[int], start: int) -> Batch:
+    """The same for a cache that gives blocks back as a sequence grows: its tables say which.
+
+    Args:
+        tables: with room for the sequence and for no other; ``start`` 0 begins a new one.
+        token_ids: what this step brings.
+        start: tokens that are in the cache already.
+    """
+    name, stop = "the sequence", start + len(token_ids)
+    if start == 0 and tables.holds(name):
+        tables.release(name)
+    reserved = tables.reserve(name, stop)
+    assert reserved, "the cache was made for one sequence of this length"
+    return Batch(
+        token_ids=list(token_ids),
+        positions=list(range(start, stop)),
+        slot_mapping=tables.write(name, start, stop),
+        block_tables=[tables.table(name)],
+        query_lengths=[len(token_ids)],
+        kv_lengths=[stop],
+        logits_indices=list(range(len(token_ids))),
+        group_tables=[tables.group_tables(name)],
     )

@@ -7,19 +7,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ascend_kv.config import resolve_block_size, resolve_formats
+from ascend_kv.cache.untrained import sequence_bytes
+from ascend_kv.cache.untrained_tables import UntrainedTables
+from ascend_kv.config import resolve_block_size, resolve_formats, resolve_untrained_format
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy
 from ascend_kv.evaluate.quality.results import Cost
 from ascend_kv.evaluate.schemes import llm_with_room
-from ascend_kv.evaluate.single_sequence import single_sequence
+from ascend_kv.evaluate.single_sequence import sequence_in_tables, single_sequence
 from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.integrations.quantized_cache import QuantizedCacheModel, why_not
+from ascend_kv.integrations.untrained import check_model, least_untrained_bytes
 from ascend_kv.llm import LLM
 from ascend_kv.ops import platform
 from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.untrained_compression import Compression
 
 
 class PagedScorer:
@@ -30,7 +34,10 @@ class PagedScorer:
 
     def forward(self, token_ids: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
         """Logits ``[len(rows), vocab]`` of ``token_ids`` that follow ``start`` others."""
-        batch = single_sequence(token_ids, self.llm.block_size, start)
+        if isinstance(self.llm.tables, UntrainedTables):
+            batch = sequence_in_tables(self.llm.tables, token_ids, start)
+        else:
+            batch = single_sequence(token_ids, self.llm.block_size, start)
         return self.llm.model.forward(replace(batch, logits_indices=list(rows)))
 
 
@@ -44,6 +51,7 @@ class PolicyRunner:
     formats: tuple[LayerFormat, ...] = ()
     """of the layers; none where the cache is transformers'"""
     block_size: int = 0
+    compression: Compression | None = None
 
     def open(self, length: int) -> PagedScorer | QuantizedCacheModel:
         """A cache with room for a sequence of ``length`` tokens.
@@ -62,6 +70,19 @@ class PolicyRunner:
         """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``."""
         options = self.policy.options(self.loaded.dtype)
         options.pop("block_size", None)
+        if self.compression is not None:
+            return LLM(
+                str(self.loaded.path),
+                max_model_len=length,
+                max_num_batched_tokens=max(length, _MOST_SEQUENCES),
+                max_num_seqs=_MOST_SEQUENCES,
+                kv_cache_memory_bytes=sequences * self.cache_bytes(length),
+                block_size=self.block_size,
+                skip_tokenizer_init=not texts,
+                device=self.device,
+                weights=self.loaded,
+                kv_cache_config=options,
+            )
         return llm_with_room(
             self.loaded,
             self.formats,
@@ -78,11 +99,17 @@ class PolicyRunner:
         geometry = self.loaded.geometry
         if not self.formats:
             return length * geometry.token_bytes([_HALF] * geometry.num_layers)
+        if self.compression is not None:  # which a whole text at once never exceeds
+            spec, step = self.formats[0].key, max(length, _MOST_SEQUENCES)
+            return least_untrained_bytes(
+                self.loaded, self.compression, spec, self.block_size, length, step
+            )
         blocks = -(-length // self.block_size)
         return geometry.cache_bytes(self.formats, blocks, self.block_size, length)
 
 
 _HALF = FormatSpec("float16", 16)
+_MOST_SEQUENCES = 64
 MEASURED_TOKENS = 512
 """At which transformers' caches are measured."""
 
@@ -128,6 +155,10 @@ def make_runner(
             if name not in figures.formats:  # so that one list of policies serves every device
                 return f"{name} on {figures.name}: {figures.refused.get(name) or 'it cannot'}"
         size = resolve_block_size(cache, figures, formats)
+        if cache.compression is not None:
+            resolve_untrained_format(formats)
+            check_model(loaded)
+            return PolicyRunner(policy, loaded, device, formats, size, cache.compression)
     except UsageError as error:
         field = f"policy {policy.name!r}: {error.field}"
         raise UsageError(field, error.given, error.legal, error.hint) from error
@@ -137,17 +168,26 @@ def make_runner(
 
 
 def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
-    """Bytes of a cache of ours, from the geometry; static scales for the model's longest text."""
+    """Bytes of a cache of ours, from the geometry; static scales for the model's longest text.
+
+    So are the bytes of layers that are compressed, which are no multiple of the tokens.
+    """
     geometry, positions = runner.loaded.geometry, runner.loaded.geometry.max_position_tokens
-    token_bytes = geometry.token_bytes(runner.formats)
+    token_bytes = float(geometry.token_bytes(runner.formats))
+    formats, residual = describe_formats(runner.formats), "none"
+    if runner.compression is not None:
+        held = sequence_bytes(geometry, runner.compression, runner.formats[0].key, positions)
+        token_bytes = sum(held.values()) / positions
+        formats += f", compressed from {runner.compression.csa_from:,} tokens"
+        residual = f"{runner.compression.sinks} first and {runner.compression.window} latest tokens"
     conditioning = llm.conditioning
     return Cost(
-        formats=describe_formats(runner.formats),
+        formats=formats,
         block_size=runner.block_size,
-        bytes_per_token=float(token_bytes),
+        bytes_per_token=token_bytes,
         bits_per_value=8 * token_bytes / values_per_token(geometry),
         tokens=positions,
-        residual="none",
+        residual=residual,
         static_bytes=geometry.static_bytes(runner.formats, positions) + conditioning.offset_bytes,
         key_conditioning=str(conditioning),
     )
