@@ -55,6 +55,7 @@ def _run(plan: Plan, policy: Policy, block_size: int) -> Run:
             block_size,
             policy.budget.kv_bytes,
             serving.max_model_len,
+            serving.max_num_seqs,
         )
         limits = SchedulerConfig(
             serving.max_model_len, serving.max_num_seqs, serving.max_num_batched_tokens

@@ -108,7 +108,9 @@ class Deployment:
             return Budget(parts, self.kv_bytes, self.kv_bytes, self.kv_bytes, total)
         longest = self.serving.max_model_len
         blocks = -(-longest // block_size)
-        least = self.geometry.cache_bytes(formats, blocks, block_size, longest)
+        least = self.geometry.cache_bytes(
+            formats, blocks, block_size, longest, self.serving.max_num_seqs
+        )
         budget = make_budget(self.hardware, parts, self.serving, least)
         if self.kv_bytes is None:
             return budget
@@ -214,6 +216,7 @@ def plan_policy(deployment: Deployment, cache: CacheConfig, make_clocks: ClockMa
             allocator,
             serving.max_model_len,
             deployment.lengths,
+            serving.max_num_seqs,
         )
         for allocator in ("paged", "contiguous")
     )

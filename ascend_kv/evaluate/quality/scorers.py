@@ -79,7 +79,7 @@ class PolicyRunner:
         if not self.formats:
             return length * geometry.token_bytes([_HALF] * geometry.num_layers)
         blocks = -(-length // self.block_size)
-        return geometry.cache_bytes(self.formats, blocks, self.block_size, length)
+        return geometry.cache_bytes(self.formats, blocks, self.block_size, length, 1)
 
 
 _HALF = FormatSpec("float16", 16)
@@ -139,15 +139,19 @@ def make_runner(
 def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
     """Bytes of a cache of ours, from the geometry; static scales for the model's longest text."""
     geometry, positions = runner.loaded.geometry, runner.loaded.geometry.max_position_tokens
-    token_bytes = geometry.token_bytes(runner.formats)
+    token_bytes = geometry.block_bytes(runner.formats, runner.block_size) / runner.block_size
+    residual = geometry.residual_bytes(runner.formats, runner.block_size)
     conditioning = llm.conditioning
     return Cost(
         formats=describe_formats(runner.formats),
         block_size=runner.block_size,
-        bytes_per_token=float(token_bytes),
+        bytes_per_token=token_bytes,
         bits_per_value=8 * token_bytes / values_per_token(geometry),
         tokens=positions,
-        residual="none",
+        residual=f"up to {runner.block_size} latest tokens, {(runner.block_size + 1) / 2:g} on the "
+        f"average, {residual:,} bytes a sequence"
+        if residual
+        else "none",
         static_bytes=geometry.static_bytes(runner.formats, positions) + conditioning.offset_bytes,
         key_conditioning=str(conditioning),
     )
