@@ -220,8 +220,8 @@ def _check_value(key: FormatSpec, value: FormatSpec) -> None:
     """Refuse values that cannot be kept, or not beside such keys."""
     if value.scales_by_block:
         hint = "Only keys have channels that are large in every token: int4/kivi."
-        legal = "token, token_head or group for values"
-        raise UsageError(f"{_FIELD} v", str(value), legal, hint)
+        legal = f"{', '.join(BY_TOKEN)} with int4 values"
+        raise UsageError("granularity", value.granularity, legal, hint)
     if key.scales_by_block and value.value_bits > 16:
         hint = "Beside such keys the block that is not full yet is kept in 16 bits."
         raise UsageError(f"{_FIELD} v", str(value), "a format of 16 bits or fewer", hint)

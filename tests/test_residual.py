@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,14 @@ def oracle(
     return output
 
 
+def bias_of(
+    queries: torch.Tensor, bias: torch.Tensor, asked: torch.Tensor, scale: float, length: int
+) -> torch.Tensor:
+    """The rows of ``bias`` [T, H, P] that belong to the queries that are ``asked``."""
+    same = (asked[:, None] == queries[None]).flatten(2).all(2)
+    return bias[same.int().argmax(1), :, :length]
+
+
 def run(
     layer: ResidualLayer,
     texts: list[tuple[torch.Tensor, ...]],
@@ -130,12 +139,8 @@ def run(
         ]
         bias = None
         if biases is not None:
-            wanted = torch.cat([biases[i][s, :, :64] for i, s in zip(rows, spans, strict=True)])
-            table = dict(zip(parts[0].flatten(1).sum(1).tolist(), wanted, strict=True))
-
-            def bias(query: torch.Tensor, scale: float, length: int) -> torch.Tensor:
-                found = query.flatten(1).sum(1).tolist()
-                return torch.stack([table[key] for key in found])[:, :, :length]
+            wanted = torch.cat([biases[i][s] for i, s in zip(rows, spans, strict=True)])
+            bias = partial(bias_of, parts[0], wanted)
 
         result = layer.attend(*parts, pieces, SCALE, window, bias)
         for i, span, part in zip(rows, spans, result.split(counts), strict=True):

@@ -102,6 +102,8 @@ def _capacity_table(plan: Plan) -> TextTable:
         f"it to the host. At most {deployment.serving.max_num_seqs} run in a step "
         "(--max-num-seqs).",
     ]
+    for policy in plan.policies:
+        notes += _block_notes(policy)
     if deployment.parallel.tensor > 1:
         notes.append("Bytes are one card's; the cards of a copy hold the same sequences.")
     if copies > 1:
@@ -121,6 +123,20 @@ def _capacity_table(plan: Plan) -> TextTable:
         rows,
         notes,
     )
+
+
+def _block_notes(policy: Policy) -> list[str]:
+    """What keys with scales by block cost beside their codes."""
+    size, residual = policy.block_size, policy.paged.residual_bytes
+    keys = [spec.key for spec in policy.formats if spec.key.scales_by_block]
+    if not keys:
+        return []
+    bits = max(key.scale_bits * (1 if key.symmetric else 2) for key in keys)
+    return [
+        f"{describe_formats(policy.formats)}: scales take {bits} / {size} = {bits / size:.3g} bits "
+        f"of every number of a key. Each sequence's block that is not full yet lies in 16 bits "
+        f"beside the blocks: {format_bytes(residual)} for --max-num-seqs."
+    ]
 
 
 def _capacity_row(policy: Policy, allocator: str, plan: Capacity) -> tuple[str, ...]:

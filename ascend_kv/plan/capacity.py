@@ -25,11 +25,11 @@ class Capacity(NamedTuple):
         block_bytes: the same for a block.
         num_blocks: blocks that can be used; contiguous, whole reservations only.
         kv_bytes: ``num_blocks * block_bytes``.
-        residual_bytes: of the partly filled blocks that sequences keep apart, beside these.
         sequences_full_length: sequences at once if all were ``max_model_len`` long.
         sequences_mean: sequences at once if all stood at their last token.
         sequences_live: sequences at once on average, when finished ones are replaced as they
             leave, since a paged sequence holds less while it is young.
+        residual_bytes: of the partly filled blocks that sequences keep apart, beside these.
     """
 
     scheme: str
@@ -37,10 +37,10 @@ class Capacity(NamedTuple):
     block_bytes: int
     num_blocks: int
     kv_bytes: int
-    residual_bytes: int
     sequences_full_length: int
     sequences_mean: float
     sequences_live: float
+    residual_bytes: int = 0
 
 
 def capacity(
