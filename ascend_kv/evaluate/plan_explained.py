@@ -74,7 +74,8 @@ def _blocks(plan: Plan, policy: Policy) -> list[str]:
         less += f" - {paged.residual_bytes:,} of open blocks"
         block = f"{paged.block_bytes:,} bytes a block"
     return [
-        f"{name}: ({policy.budget.kv_bytes:,}{less}) // {block} = {paged.num_blocks:,} blocks = {paged.num_blocks * size:,} tokens.",
+        f"{name}: ({policy.budget.kv_bytes:,}{less}) // {block} = "
+        f"{paged.num_blocks:,} blocks = {paged.num_blocks * size:,} tokens.",
         f"{name}: {paged.num_blocks:,} // ceil({longest:,} / {size}) = "
         f"{paged.sequences_full_length:,} sequences of {longest:,} tokens; contiguous the same, "
         "however short they are.",
