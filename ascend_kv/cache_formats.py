@@ -17,6 +17,10 @@ GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 SCALE_TYPES = ("dynamic", "static")
 BY_TOKEN = ("token", "token_head", "group")
 """Granularities whose scales lie beside every token"""
+LEAST_BLOCK_SIZE = 64
+"""Tokens of a block where its scales are by channel: 32 / 64 bits a number for them. At 16 tokens
+they would be two bits."""
+_OPEN_BYTES = 2  # a number of a block that is not full yet: 16 bits
 _FIELD = "kv_cache_dtype"
 # Below it a rotation mixes too few channels to spread anything.
 _LEAST_ROTATED = 8
@@ -74,6 +78,11 @@ class FormatSpec:
         """Whether scales lie beside every token; those of layer, head and channel do not."""
         return self.granularity in BY_TOKEN
 
+    @property
+    def scales_by_block(self) -> bool:
+        """Whether each channel has one scale for the tokens of a block: INT4 keys by channel."""
+        return self.granularity == "channel" and self.name == "int4"
+
     def scale_shape(self, kv_heads: int, head_dim: int, positions: int) -> tuple[int, ...]:
         """``[1, N, P, D]`` with 1 for what shares a scale: one side's static scales.
 
@@ -109,6 +118,16 @@ class FormatSpec:
     def token_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Bytes of one token's keys and values in one layer, scales and zero points included."""
         return _token_bytes(self, kv_heads, head_dim)
+
+    def block_scale_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes of the scales that the tokens of a block share; those of tokens are elsewhere."""
+        if not self.scales_by_block:
+            return 0
+        return kv_heads * head_dim * (1 if self.symmetric else 2) * self.scale_bits // 8
+
+    def block_bytes(self, kv_heads: int, head_dim: int, block_size: int) -> int:
+        """Bytes of one block's keys and values in one layer, with all that lies beside them."""
+        return _block_bytes(self, kv_heads, head_dim, block_size)
 
     def static_bytes(self, kv_heads: int, head_dim: int, positions: int) -> int:
         """Bytes of one layer's static scales and zero points, keys' and values' together."""
@@ -172,6 +191,10 @@ class MixedFormat:
         """Bytes of one token's keys and values in one layer, scales and zero points included."""
         return _token_bytes(self, kv_heads, head_dim)
 
+    def block_bytes(self, kv_heads: int, head_dim: int, block_size: int) -> int:
+        """Bytes of one block's keys and values in one layer, with all that lies beside them."""
+        return _block_bytes(self, kv_heads, head_dim, block_size)
+
     def static_bytes(self, kv_heads: int, head_dim: int, positions: int) -> int:
         """Bytes of one layer's static scales and zero points, keys' and values' together."""
         sides = (self.key, self.value)
@@ -190,6 +213,22 @@ LayerFormat = FormatSpec | MixedFormat
 def _token_bytes(layer: LayerFormat, kv_heads: int, head_dim: int) -> int:
     sides = (layer.key, layer.value)
     return sum(side.vectors_bytes(kv_heads, head_dim) for side in sides)
+
+
+def _block_bytes(layer: LayerFormat, kv_heads: int, head_dim: int, block_size: int) -> int:
+    sides = (layer.key, layer.value)
+    shared = sum(side.block_scale_bytes(kv_heads, head_dim) for side in sides)
+    return block_size * layer.token_bytes(kv_heads, head_dim) + shared
+
+
+def residual_bytes(layer: LayerFormat, kv_heads: int, head_dim: int, block_size: int) -> int:
+    """Bytes of one sequence's partly filled block in one layer, kept in 16 bits beside the blocks.
+
+    Scales by block are made when its last token arrives; 0 for all other formats.
+    """
+    if not layer.key.scales_by_block:
+        return 0
+    return 2 * kv_heads * head_dim * block_size * _OPEN_BYTES
 
 
 def rotated_channels(head_dim: int) -> int:

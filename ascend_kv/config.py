@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ascend_kv.cache_formats import BY_TOKEN
+from ascend_kv.cache_formats import BY_TOKEN, LEAST_BLOCK_SIZE
 from ascend_kv.compressed_layers import CompressedFormats
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
@@ -175,7 +175,7 @@ class CacheConfig:
             return
         layer = self.spec(given)
         for spec in (layer.key, layer.value):
-            if not spec.quantized or spec.static or spec.scales_by_token:
+            if not spec.quantized or spec.static or spec.scales_by_token or spec.scales_by_block:
                 continue
             raise UsageError(
                 "granularity",
@@ -415,12 +415,15 @@ def check_quantization_is_used(cache: CacheConfig, formats: Sequence[LayerFormat
 
 
 def resolve_block_size(cache: CacheConfig, device: Device, formats: Sequence[LayerFormat]) -> int:
-    """Tokens in a block: the user's number, or else the device's default.
+    """Tokens in a block: the user's number, or else the device's default, or what a format needs.
 
     Raises:
         UsageError: the device does not read blocks of that size, or one of the formats.
     """
-    block_size = device.default_block_size if cache.block_size is None else cache.block_size
+    block_size = cache.block_size
+    if block_size is None:
+        by_block = any(spec.key.scales_by_block for spec in formats)
+        block_size = max(device.default_block_size, LEAST_BLOCK_SIZE * by_block)
     check_block_size(device, block_size, formats)
     return block_size
 
@@ -433,6 +436,17 @@ def check_block_size(device: Device, block_size: int, formats: Sequence[LayerFor
     """
     for name in dict.fromkeys(side.name for spec in formats for side in (spec.key, spec.value)):
         device.check_block_size(block_size, name)
+    for spec in formats:
+        if spec.key.scales_by_block and block_size < LEAST_BLOCK_SIZE:
+            bits = spec.key.scale_bits if spec.key.symmetric else 2 * spec.key.scale_bits
+            raise UsageError(
+                "block_size",
+                block_size,
+                f"{LEAST_BLOCK_SIZE} or more with {spec}",
+                f"Its keys keep {bits} bits beside every channel of a block: {bits} / {block_size} "
+                f"= {bits / block_size:.3g} bits a number here, {bits / LEAST_BLOCK_SIZE:.3g} at "
+                f"{LEAST_BLOCK_SIZE}.",
+            )
 
 
 def plan_blocks(
@@ -441,16 +455,21 @@ def plan_blocks(
     block_size: int,
     memory_bytes: int,
     max_model_len: int,
+    max_num_seqs: int = 0,
 ) -> int:
-    """How many blocks of ``block_size`` tokens ``memory_bytes`` hold beside static scales.
+    """How many blocks of ``block_size`` tokens ``memory_bytes`` hold beside what is there once.
+
+    That is static scales, and ``max_num_seqs`` partly filled blocks where a format keeps them.
 
     Raises:
         UsageError: they do not hold one sequence of ``max_model_len`` tokens.
     """
     block_bytes = geometry.block_bytes(formats, block_size)
+    once = geometry.cache_bytes(formats, 0, block_size, max_model_len, max_num_seqs)
     static_bytes = geometry.static_bytes(formats, max_model_len)
+    residual = once - static_bytes
     least_blocks = -(-max_model_len // block_size)
-    least = geometry.cache_bytes(formats, least_blocks, block_size, max_model_len)
+    least = once + least_blocks * block_bytes
     if memory_bytes < least:
         raise UsageError(
             "kv_cache_memory_bytes",
@@ -458,9 +477,10 @@ def plan_blocks(
             f"{least} ({format_bytes(least)}) or more",
             f"One sequence of max_model_len = {max_model_len} tokens takes {least_blocks} blocks "
             f"of {block_bytes} bytes{f', static scales {static_bytes} bytes' * bool(static_bytes)}"
-            ": give more memory, or lower max_model_len.",
+            f"{f', open blocks of {max_num_seqs} sequences {residual} bytes' * bool(residual)}"
+            f": give more memory, or lower max_model_len{' or max_num_seqs' * bool(residual)}.",
         )
-    return (memory_bytes - static_bytes) // block_bytes
+    return (memory_bytes - once) // block_bytes
 
 
 def _is_layers(value: object) -> bool:

@@ -7,6 +7,9 @@ Quantized formats may have words after their name, each with a slash, in any ord
 A granularity (``group32``: groups of 32 channels), ``dynamic`` or ``static``, ``symmetric`` or
 ``asymmetric``, ``hadamard``; what is not said comes from the arguments beside the name. Keys and
 values may differ: ``k:int4/hadamard+v:fp8_e4m3``, or a mapping ``{"k": "int8", "v": "int4"}``.
+
+``int4/kivi`` is short for ``k:int4/channel/asymmetric+v:int4/token_head/asymmetric``: each key
+channel has one scale for the tokens of a block (Liu et al., "KIVI", 2024, arXiv 2402.02750).
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ _SYNONYMS = {
     "bf16": "bfloat16",
     "fp8": "fp8_e4m3",
 }
+_BY_CHANNEL = {"int4/kivi": {"k": "int4/channel/asymmetric", "v": "int4/token_head/asymmetric"}}
+"""Pairs of formats that have a name"""
 _PER_TOKEN_HEAD = {"int8_per_token_head": "int8", "int4_per_token_head": "int4"}
 """vLLM's names"""
 FORMAT_NAMES = (*FORMATS, *_QUANTIZED, *_PER_TOKEN_HEAD, *_SYNONYMS)
@@ -157,8 +162,12 @@ def _check_kind(name: str, kind: _Quantized, wanted: _Words) -> None:
     if not kind.static and wanted.scale_type == "static":
         hint = "Its scales are every token's own; int8 and fp8 have static ones."
         raise UsageError("scale_type", wanted.scale_type, f"dynamic with {name}", hint)
-    if not kind.static and wanted.granularity not in BY_TOKEN:
-        raise UsageError("granularity", wanted.granularity, f"{', '.join(BY_TOKEN)} with {name}")
+    legal = (*BY_TOKEN, "channel")  # of a block's tokens: LayerFormat.key.scales_by_block
+    if not kind.static and wanted.granularity not in legal:
+        raise UsageError("granularity", wanted.granularity, f"{', '.join(legal)} with {name}")
+    if wanted.hadamard and wanted.granularity == "channel":
+        hint = "Scales by channel want a large channel by itself; a rotation spreads it over all."
+        raise UsageError(_FIELD, f"{name}/channel/hadamard", "one of the two words", hint)
     if wanted.hadamard and not kind.hadamard:
         raise UsageError(_FIELD, f"{name}/hadamard", f"{name}, or int4/hadamard")
 
@@ -192,10 +201,12 @@ def layer_format(given: str | Mapping[str, Any], **defaults: Any) -> LayerFormat
     if sides is None:
         assert isinstance(given, str)
         both = format_spec(given, **defaults)
+        _check_value(both, both)
         if not both.hadamard:
             return both
         return MixedFormat(both, dataclasses.replace(both, hadamard=False))
     key, value = (format_spec(sides[side], **defaults) for side in ("k", "v"))
+    _check_value(key, value)
     if value.hadamard:
         hint = "Only keys are rotated: their product with the query does not notice."
         raise UsageError(f"{_FIELD} v", str(value), "the same without hadamard", hint)
@@ -205,8 +216,21 @@ def layer_format(given: str | Mapping[str, Any], **defaults: Any) -> LayerFormat
     return key if key == value else MixedFormat(key, value)
 
 
+def _check_value(key: FormatSpec, value: FormatSpec) -> None:
+    """Refuse values that cannot be kept, or not beside such keys."""
+    if value.scales_by_block:
+        hint = "Only keys have channels that are large in every token: int4/kivi."
+        legal = f"{', '.join(BY_TOKEN)} with int4 values"
+        raise UsageError("granularity", value.granularity, legal, hint)
+    if key.scales_by_block and value.value_bits > 16:
+        hint = "Beside such keys the block that is not full yet is kept in 16 bits."
+        raise UsageError(f"{_FIELD} v", str(value), "a format of 16 bits or fewer", hint)
+
+
 def _sides(given: str | Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Names by "k" and "v"; None where one name stands for both."""
+    if isinstance(given, str) and given in _BY_CHANNEL:
+        return _BY_CHANNEL[given]
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif isinstance(given, str) and ":" in given:

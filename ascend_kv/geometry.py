@@ -25,6 +25,7 @@ from ascend_kv.cache_formats import (
     FormatSpec,
     LayerFormat,
     MixedFormat,
+    residual_bytes,
 )
 from ascend_kv.compressed_layers import CompressedLayers, layers_from_config
 from ascend_kv.errors import UnsupportedModelError
@@ -113,7 +114,14 @@ class ModelGeometry:
 
     def block_bytes(self, formats: Sequence[LayerFormat], block_size: int) -> int:
         """Bytes of one block of ``block_size`` tokens in all layers, as they are allocated."""
-        return block_size * self.token_bytes(formats)
+        self.token_bytes(formats)  # refuses compressed layers
+        heads, dim = self.num_kv_heads, self.head_dim
+        return sum(spec.block_bytes(heads, dim, block_size) for spec in formats)
+
+    def residual_bytes(self, formats: Sequence[LayerFormat], block_size: int) -> int:
+        """Bytes of one sequence's partly filled block, where a format keeps it apart; else 0."""
+        heads, dim = self.num_kv_heads, self.head_dim
+        return sum(residual_bytes(spec, heads, dim, block_size) for spec in formats)
 
     def static_bytes(self, formats: Sequence[LayerFormat], max_model_len: int) -> int:
         """Bytes of the static scales of all layers, for sequences of up to ``max_model_len``."""
@@ -122,11 +130,18 @@ class ModelGeometry:
         )
 
     def cache_bytes(
-        self, formats: Sequence[LayerFormat], num_blocks: int, block_size: int, max_model_len: int
+        self,
+        formats: Sequence[LayerFormat],
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int = 0,
     ) -> int:
-        """Bytes of a whole cache: its blocks, and once the static scales."""
+        """Bytes of a whole cache: blocks, once the static scales, and each sequence's residual."""
+        residual = self.residual_bytes(formats, block_size)
+        assert max_num_seqs or not residual, "the residual of how many sequences?"
         blocks = num_blocks * self.block_bytes(formats, block_size)
-        return blocks + self.static_bytes(formats, max_model_len)
+        return blocks + self.static_bytes(formats, max_model_len) + max_num_seqs * residual
 
     def ungrouped_token_bytes(self, element_bytes: int = 2) -> int:
         """Bytes of one token if every query head kept a key and a value of its own.

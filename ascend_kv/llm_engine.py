@@ -10,6 +10,7 @@ from typing import Any
 
 from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.cache.paged import PagedKVCache
+from ascend_kv.cache.residual_tables import ResidualTables
 from ascend_kv.cache.static_scales import load_static_scales
 from ascend_kv.cache.tables import SequenceTables, make_tables
 from ascend_kv.cache.untrained import UntrainedKVCache
@@ -102,7 +103,8 @@ class LLMEngine:
             kv_cache_dtype: auto (the model's), float32, float16, bfloat16, int8, fp8 (fp8_e4m3),
                 fp8_e5m2 or int4, perhaps with words after it as in "int4/asymmetric/hadamard"
                 (``ascend_kv.format_names``); or two for keys and values, {"k": "int8", "v": "int4"}
-                or "k:int8+v:int4". A device refuses what it cannot read.
+                or "k:int8+v:int4"; or "int4/kivi" (``cache.residual``). A device refuses
+                what it cannot read.
             granularity: what shares a scale in the cache: token_head, token or group; with static
                 scales also layer, head or channel, but not group.
             symmetric: INT8 and INT4 without zero points; FP8 has none.
@@ -201,7 +203,7 @@ class LLMEngine:
         elif cache_config.compression is not None:
             self._make_untrained_cache(cache_config, gpu_memory_utilization, scheduler)
         else:
-            self._make_paged_cache(cache_config, gpu_memory_utilization)
+            self._make_paged_cache(cache_config, gpu_memory_utilization, max_num_seqs)
         self.tokenizer = None if skip_tokenizer_init else load_tokenizer(self.weights.path)
         self.engine = Engine(
             self.model,
@@ -213,7 +215,9 @@ class LLMEngine:
             self.tokenizer,
         )
 
-    def _make_paged_cache(self, config: CacheConfig, utilization: float | None) -> None:
+    def _make_paged_cache(
+        self, config: CacheConfig, utilization: float | None, max_num_seqs: int
+    ) -> None:
         """Tables, cache and model of layers that keep every token."""
         self.formats = resolve_formats(self.geometry, config, self.weights.dtype)
         check_quantization_is_used(config, self.formats)
@@ -221,15 +225,22 @@ class LLMEngine:
         self.block_size = resolve_block_size(config, device, self.formats)
         blocks = -(-self.max_model_len // self.block_size)
         longest = self.geometry.cache_bytes(
-            self.formats, blocks, self.block_size, self.max_model_len
+            self.formats, blocks, self.block_size, self.max_model_len, max_num_seqs
         )
         memory_bytes = self._memory_bytes(config, utilization, longest)
         num_blocks = plan_blocks(
-            self.geometry, self.formats, self.block_size, memory_bytes, self.max_model_len
+            self.geometry,
+            self.formats,
+            self.block_size,
+            memory_bytes,
+            self.max_model_len,
+            max_num_seqs,
         )
         self.tables = make_tables(
             config.kv_allocator, num_blocks, self.block_size, self.max_model_len
         )
+        if self.geometry.residual_bytes(self.formats, self.block_size):
+            self.tables = ResidualTables(self.tables, max_num_seqs)
         keys = condition_keys(
             self.weights, self.formats, config.pair_scaling, config.key_offset_layers
         )
@@ -248,6 +259,8 @@ class LLMEngine:
             self.block_size,
             self.device,
             static_scales,
+            max_num_seqs,
+            self.weights.dtype,
         )
         self.model = HuggingFaceModel(self.weights, self.cache, keys, self.max_model_len)
 

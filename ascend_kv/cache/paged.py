@@ -6,10 +6,12 @@ the same shape where it is asymmetric::
 
     token_head [K, N, S]    token [K, 1, S]    group [K, N, S, D / g]    beside every token
     layer [1, 1, 1, 1]      head [1, N, 1, 1]  channel [1, N, 1, D]      static, once
+    channel [K, N, 1, D]    of INT4 keys                                 beside every block
 
 Static scales of token and token_head are a table by position beside these, from which a token
 takes its scale when it is stored. Where the format says so, keys are stored rotated
-(``formats.hadamard``). K blocks, N KV heads, S tokens a block, D head_dim, g channels
+(``formats.hadamard``). Scales beside every block come with an open block of every sequence:
+``cache.residual``. K blocks, N KV heads, S tokens a block, D head_dim, g channels
 a group.
 """
 
@@ -22,6 +24,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.cache.huge_pages import prefer_huge_pages
+from ascend_kv.cache.residual import ResidualLayer, residual_dtype
 from ascend_kv.cache.static_layer import ClippedShare, StaticScales
 from ascend_kv.formats import format_named
 from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
@@ -51,6 +54,11 @@ class LayerCache(NamedTuple):
             if scale is not None and (self.static is None or self.static.by_position(name))
         )
         return self.key, self.value, *scales
+
+    @property
+    def slot_tensors(self) -> tuple[Tensor, ...]:
+        """What belongs to the slots of sequences, which only ``ResidualLayer`` has."""
+        return ()
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +147,8 @@ class PagedKVCache:
         block_size: int,
         device: torch.device | str = "cpu",
         static_scales: Sequence[Mapping[str, Tensor]] | None = None,
+        max_num_seqs: int = 0,
+        model_dtype: str = "float16",
     ) -> None:
         """Allocate ``num_blocks * geometry.block_bytes(formats, block_size)`` bytes.
 
@@ -150,6 +160,8 @@ class PagedKVCache:
             device: where the tensors live.
             static_scales: from ``load_static_scales``, where a format has static scales; their
                 ``geometry.static_bytes`` come on top.
+            max_num_seqs: sequences at once, each of which has ``geometry.residual_bytes`` on top.
+            model_dtype: the type the model runs in, which decides that of open blocks.
         """
         assert len(formats) == geometry.num_layers, "one format per layer"
         assert static_scales is not None or not any(spec.static for spec in formats)
@@ -157,10 +169,16 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, geometry.num_kv_heads, block_size, geometry.head_dim)
-        self.layers = tuple(
-            _allocate_layer(spec, shape, torch.device(device), given)
-            for spec, given in zip(formats, static_scales or [{}] * len(formats), strict=True)
-        )
+        layers: list[LayerCache | ResidualLayer] = []
+        for spec, given in zip(formats, static_scales or [{}] * len(formats), strict=True):
+            layer = _allocate_layer(spec, shape, torch.device(device), given)
+            if spec.key.scales_by_block:
+                assert max_num_seqs, "every sequence needs a slot"
+                kept = residual_dtype(model_dtype)
+                layers.append(ResidualLayer(spec, layer, max_num_seqs, kept, geometry.head_dim))
+            else:
+                layers.append(layer)
+        self.layers = tuple(layers)
 
     @property
     def bytes_by_layer(self) -> tuple[int, ...]:
@@ -206,9 +224,11 @@ def _allocate_side(
     stored = (blocks, heads, size, dim // kind.codes_per_element)
     empty = torch.empty(stored, dtype=kind.dtype, device=device)
     tensors = {side: prefer_huge_pages(empty)}
-    if not spec.quantized or not spec.scales_by_token:
+    if not spec.quantized or not (spec.scales_by_token or spec.scales_by_block):
         return tensors
     scales = [blocks, 1 if spec.granularity == "token" else heads, size]
+    if spec.scales_by_block:
+        scales = [blocks, heads, 1, dim]
     if spec.group_size is not None:
         scales.append(dim // spec.group_size)
     for name in ("scale",) if spec.symmetric else ("scale", "zero_point"):

@@ -152,7 +152,7 @@ class _Bench:
         assert isinstance(llm.cache, PagedKVCache), "a budget by tokens was planned for it"
         # Contexts that count as computed are read: what memory holds may not be a number.
         for layer in llm.cache.layers:
-            for tensor in layer.block_tensors:
+            for tensor in (*layer.block_tensors, *layer.slot_tensors):
                 tensor.zero_()
 
     def prompts(self, lengths: Sequence[int]) -> list[MeasuredStep]:

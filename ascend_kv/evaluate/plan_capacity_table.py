@@ -8,6 +8,7 @@ from ascend_kv.evaluate.planning import Plan
 from ascend_kv.plan.capacity import Capacity
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.text_table import TextTable
+from ascend_kv.user_values import format_bytes
 
 
 def capacity_table(plan: Plan, policies: Sequence[Policy]) -> TextTable:
@@ -28,6 +29,8 @@ def capacity_table(plan: Plan, policies: Sequence[Policy]) -> TextTable:
         f"it to the host. At most {deployment.serving.max_num_seqs} run in a step "
         "(--max-num-seqs).",
     ]
+    for policy in policies:
+        notes += _block_notes(policy)
     if deployment.parallel.tensor > 1:
         notes.append("Bytes are one card's; the cards of a copy hold the same sequences.")
     if copies > 1:
@@ -47,6 +50,20 @@ def capacity_table(plan: Plan, policies: Sequence[Policy]) -> TextTable:
         rows,
         notes,
     )
+
+
+def _block_notes(policy: Policy) -> list[str]:
+    """What keys with scales by block cost beside their codes."""
+    size, residual = policy.block_size, policy.paged.residual_bytes
+    keys = [spec.key for spec in policy.formats if spec.key.scales_by_block]
+    if not keys:
+        return []
+    bits = max(key.scale_bits * (1 if key.symmetric else 2) for key in keys)
+    return [
+        f"{policy.name}: scales take {bits} / {size} = {bits / size:.3g} bits of every number of "
+        "a key. Each sequence's block that is not full yet lies in 16 bits beside the blocks: "
+        f"{format_bytes(residual)} for --max-num-seqs."
+    ]
 
 
 def _capacity_row(policy: Policy, allocator: str, plan: Capacity) -> tuple[str, ...]:

@@ -79,9 +79,13 @@ def _blocks(plan: Plan, policy: Policy) -> list[str]:
     static = deployment.geometry.static_bytes(policy.formats, longest)
     held = paged.num_blocks / paged.sequences_live
     less = f" - {static:,} of static scales" if static else ""
+    block = f"({size} tokens x {paged.token_bytes:,} bytes)"
+    if paged.residual_bytes:
+        less += f" - {paged.residual_bytes:,} of open blocks"
+        block = f"{paged.block_bytes:,} bytes a block"
     return [
-        f"{name}: ({policy.budget.kv_bytes:,}{less}) // ({size} tokens x {paged.token_bytes:,} "
-        f"bytes) = {paged.num_blocks:,} blocks = {paged.num_blocks * size:,} tokens.",
+        f"{name}: ({policy.budget.kv_bytes:,}{less}) // {block} = "
+        f"{paged.num_blocks:,} blocks = {paged.num_blocks * size:,} tokens.",
         f"{name}: {paged.num_blocks:,} // ceil({longest:,} / {size}) = "
         f"{paged.sequences_full_length:,} sequences of {longest:,} tokens; contiguous the same, "
         "however short they are.",

@@ -72,7 +72,8 @@ def _tables(plan: Plan, policy: Policy | SparsePolicy, block_size: int) -> Seque
     longest = deployment.serving.max_model_len
     if isinstance(policy, Policy):
         geometry = deployment.geometry
-        blocks = plan_blocks(geometry, policy.formats, block_size, memory, longest)
+        sequences = deployment.serving.max_num_seqs
+        blocks = plan_blocks(geometry, policy.formats, block_size, memory, longest, sequences)
         return PagedTables(blocks, block_size)
     layers = layers_of(deployment)
     groups = plan_groups(

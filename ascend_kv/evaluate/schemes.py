@@ -96,11 +96,15 @@ def llm_with_room(
     ``options`` are ``LLM``'s about the cache, from which the layers' ``formats`` follow.
     """
     blocks = sequences * -(-length // block_size)
+    if loaded.geometry.residual_bytes(formats, block_size):
+        options["max_num_seqs"] = sequences  # each has a partly filled block beside the others
     return LLM(
         str(loaded.path),
         **options,
         max_model_len=length,
-        kv_cache_memory_bytes=loaded.geometry.cache_bytes(formats, blocks, block_size, length),
+        kv_cache_memory_bytes=loaded.geometry.cache_bytes(
+            formats, blocks, block_size, length, sequences
+        ),
         block_size=block_size,
         skip_tokenizer_init=skip_tokenizer_init,
         device=device,
@@ -125,6 +129,7 @@ def predict(
         scheme.allocator,
         recipe.max_model_len,
         [request.lengths for request in requests],
+        len(requests),
     )
     planned = (
         plan.sequences_full_length if scheme.allocator == "contiguous" else plan.sequences_mean
@@ -194,7 +199,7 @@ def run_scheme(
     llm.engine.stats = EngineStats()
     started = time.perf_counter()
     _serve(llm, requests, advance)
-    measured = _measure(llm, time.perf_counter() - started)
+    measured = _measure(llm, plan, time.perf_counter() - started)
     llm.warn_of_clipping()
     # The next scheme's cache must not find this one's still in memory.
     del llm
@@ -220,10 +225,10 @@ def _serve(
         advance(len(outputs))
 
 
-def _measure(llm: LLM, wall_seconds: float) -> Measured:
+def _measure(llm: LLM, plan: Predicted, wall_seconds: float) -> Measured:
     stats, steps = llm.engine.stats, list(llm.engine.stats.steps)
-    token_bytes = llm.geometry.token_bytes(llm.formats)
     block_bytes = llm.geometry.block_bytes(llm.formats, llm.block_size)
+    token_bytes = block_bytes / llm.block_size
     busy = [step for step in steps if step.waiting] or steps
     return Measured(
         wall_seconds=wall_seconds,
@@ -237,7 +242,11 @@ def _measure(llm: LLM, wall_seconds: float) -> Measured:
         batch_peak=max(step.running for step in steps),
         kv_allocated_bytes=llm.cache.allocated_bytes,
         kv_geometry_bytes=llm.geometry.cache_bytes(
-            llm.formats, llm.cache.num_blocks, llm.block_size, llm.max_model_len
+            llm.formats,
+            llm.cache.num_blocks,
+            llm.block_size,
+            llm.max_model_len,
+            plan.max_num_seqs,
         ),
         kv_token_bytes_mean=_time_mean(steps, lambda cache: cache.used_tokens * token_bytes),
         kv_held_bytes_mean=_time_mean(steps, lambda cache: cache.used_blocks * block_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ascend_kv.cache.residual_tables import RESIDUAL
 from ascend_kv.cache.tables import SequenceTables
 from ascend_kv.engine.batch import Batch
 
@@ -29,6 +30,7 @@ def single_sequence(
         query_lengths=[count],
         kv_lengths=[stop],
         logits_indices=[count - 1] if last_logits else list(range(count)),
+        group_tables=[{RESIDUAL: [0]}],
     )
 
 

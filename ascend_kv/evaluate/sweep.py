@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ascend_kv.cache.paged import PagedKVCache
+from ascend_kv.cache.residual_tables import RESIDUAL
 from ascend_kv.engine.batch import Batch
 from ascend_kv.evaluate.recipe import WARM_UP_STEPS, BenchRecipe
 from ascend_kv.evaluate.results import Sweep, SweepPoint
@@ -63,6 +64,8 @@ def fill(llm: LLM, context: list[int], blocks: int, sequences: int) -> None:
         for tensor in layer.block_tensors:
             copies = tensor[: blocks * sequences].unflatten(0, (sequences, blocks))
             copies[1:] = copies[:1].clone()
+        for tensor in layer.slot_tensors:
+            tensor[1:] = tensor[:1].clone()
 
 
 def decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_size: int) -> float:
@@ -76,6 +79,7 @@ def decode(llm: LLM, batch: int, token: int, position: int, blocks: int, block_s
         query_lengths=[1] * batch,
         kv_lengths=[position + 1] * batch,
         logits_indices=list(range(batch)),
+        group_tables=[{RESIDUAL: [sequence]} for sequence in range(batch)],
     )
     platform.synchronize(llm.device)
     started = time.perf_counter()

@@ -9,12 +9,15 @@ through the model's forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
 from ascend_kv.cache.paged import LayerCache
+from ascend_kv.cache.residual import ResidualLayer, cut_step
+from ascend_kv.cache.residual_tables import RESIDUAL
 from ascend_kv.engine.batch import Batch
 from ascend_kv.errors import RunError, UnsupportedModelError
 from ascend_kv.geometry import ModelGeometry
@@ -46,7 +49,7 @@ class CacheStep:
 
     def __init__(
         self,
-        layers: Sequence[LayerCache],
+        layers: Sequence[LayerCache | ResidualLayer],
         batch: Batch,
         block_size: int,
         device: torch.device,
@@ -59,6 +62,10 @@ class CacheStep:
         self._slot_mapping = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device)
         self.positions = torch.tensor(batch.positions, dtype=torch.int64, device=device)
         self._block_tables = _pad_tables(batch, block_size).to(device)
+        if any(isinstance(layer, ResidualLayer) for layer in layers):
+            slots = [tables[RESIDUAL][0] for tables in batch.group_tables]
+            lengths = self._query_lengths, self._kv_lengths
+            self._pieces = cut_step(slots, self._block_tables, *lengths, block_size)
 
     def attend(
         self,
@@ -70,6 +77,11 @@ class CacheStep:
         window: int,
     ) -> torch.Tensor:
         cache = self._layers[layer]
+        if isinstance(cache, ResidualLayer):
+            bias = None
+            if self._offset is not None and layer in self._offset:
+                bias = partial(self._offset.score_bias, layer)
+            return cache.attend(query, key, value, self._pieces, scaling, window, bias)
         cache.store(key, value, self._slot_mapping, self.positions)
         if self._offset is not None and layer in self._offset:
             return self._offset.attend(

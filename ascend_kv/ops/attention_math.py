@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ascend_kv.ops.paged import gather, is_grouped, is_paged
+from ascend_kv.ops.paged import for_each_token, gather, is_grouped, is_paged
 
 Tensor = torch.Tensor
 
@@ -60,8 +60,10 @@ def read_side(
 ) -> Side:
     """One side of the cache as ``read`` brings it, ``[K, N, S, ...]`` to ``[b, N, P, ...]``.
 
-    Scales of groups of channels are applied here: they cannot be taken out of q . k.
+    Scales of groups of channels, or of a block's channels, are applied here: they cannot be taken
+    out of q . k.
     """
+    scale, zero_point = (for_each_token(x, cache.shape[2]) for x in (scale, zero_point))
     values = read(cache)
     dim = values.shape[3]
     scale, zero_point = (

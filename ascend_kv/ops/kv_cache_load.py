@@ -19,6 +19,7 @@ from ascend_kv.ops.paged import (
     check_positions,
     check_scales,
     check_tables,
+    for_each_token,
     gather,
     is_grouped,
     is_paged,
@@ -62,8 +63,9 @@ def kv_cache_load(
             anything.
         kv_lengths: B host ints, tokens cached for each sequence.
         key_scale: for a quantized cache, float32 (INT4: float16): ``[K, N, S]`` (token_head),
-            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
-            ``[1, N, 1, D]`` with any of N and D as 1.
+            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D),
+            ``[K, N, 1, D]`` (each channel of a block), or static ``[1, N, 1, D]`` with any of N and
+            D as 1.
         value_scale: as ``key_scale``.
         key_zero_point: as ``key_scale``; given means asymmetric.
         value_zero_point: as ``key_zero_point``.
@@ -186,6 +188,7 @@ def _decode(
     dim = kind.head_dim(cache)
 
     def side(x: Tensor | None) -> Tensor | None:
+        x = for_each_token(x, cache.shape[2])
         if x is None or not is_paged(x, dim):
             return x
         taken = gather(x, blocks)[:, :, :tokens]

@@ -24,6 +24,7 @@ from ascend_kv.ops.paged import (
     check_caches,
     check_positions,
     check_scales,
+    is_by_block,
     is_grouped,
     is_paged,
     spread,
@@ -92,6 +93,9 @@ def kv_cache_store(
         ("key", key_cache, key_scale),
         ("value", value_cache, value_scale),
     ):
+        if scale is not None and is_by_block(scale):
+            legal = "scales of tokens: those of a block are made of all of its tokens at once"
+            raise UsageError(f"{side}_scale", tuple(scale.shape), legal)
         if dynamic and scale is not None and not is_paged(scale, cache_shape[3]):
             legal = f"False, {side}_scale is static, no slot has its own"
             raise UsageError("dynamic", True, legal)

@@ -59,7 +59,9 @@ def check_scales(side: str, cache: Tensor, scale: Tensor | None, zero_point: Ten
 def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch.dtype) -> None:
     blocks, kv_heads, block_size, head_dim = cache_shape
     shape = scale.shape
-    if is_grouped(scale, head_dim):
+    if is_by_block(scale):
+        fits = shape == (blocks, kv_heads, 1, head_dim)
+    elif is_grouped(scale, head_dim):
         fits = shape[:3] == cache_shape[:3] and shape[3] > 0 and head_dim % shape[3] == 0
     elif len(shape) == 3:
         fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
@@ -68,16 +70,35 @@ def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch
     if not fits:
         legal = (
             f"paged [{blocks}, {kv_heads} or 1, {block_size}], grouped [{blocks}, {kv_heads}, "
-            f"{block_size}, {head_dim} / group] or static [1, {kv_heads} or 1, 1, {head_dim} or 1]"
+            f"{block_size}, {head_dim} / group], by block [{blocks}, {kv_heads}, 1, {head_dim}] or "
+            f"static [1, {kv_heads} or 1, 1, {head_dim} or 1]"
         )
         raise UsageError(name, tuple(shape), legal)
     if scale.dtype is not dtype:
         raise UsageError(name, scale.dtype, str(dtype))
 
 
+def is_by_block(scale: Tensor) -> bool:
+    """Scales ``[K, N, 1, D]``: each for one channel of the tokens of a block.
+
+    Those of a cache of one block are read as static ones, which is the same.
+    """
+    return scale.dim() == 4 and scale.shape[0] != 1 and scale.shape[2] == 1 < scale.shape[3]
+
+
+def for_each_token(scale: Tensor | None, block_size: int) -> Tensor | None:
+    """Scales by block as they would lie beside every token, ``[K, N, S, D]``; others as given."""
+    if scale is None or not is_by_block(scale):
+        return scale
+    return scale.expand(-1, -1, block_size, -1)
+
+
 def is_grouped(scale: Tensor, head_dim: int) -> bool:
-    """Paged scales ``[K, N, S, D / g]``: each for g channels of a vector, 1 < g < D."""
-    return scale.dim() == 4 and scale.shape[3] not in (1, head_dim)
+    """Paged scales ``[K, N, S, D / g]``: each for g channels of a vector, 1 < g < D.
+
+    Also what ``for_each_token`` made, where g is 1.
+    """
+    return scale.dim() == 4 and (scale.shape[3] not in (1, head_dim) or scale.shape[2] != 1)
 
 
 def is_paged(scale: Tensor, head_dim: int) -> bool:

@@ -75,8 +75,9 @@ def paged_attention(
         kv_lengths: B host ints, tokens cached for each sequence, this step's included.
         softmax_scale: what q . k is multiplied by, usually D ** -0.5.
         key_scale: for a quantized cache, float32 (INT4: float16): ``[K, N, S]`` (token_head),
-            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D), or static
-            ``[1, N, 1, D]`` with any of N and D as 1.
+            ``[K, 1, S]`` (token), ``[K, N, S, D / g]`` (groups of g channels, 1 < g < D),
+            ``[K, N, 1, D]`` (each channel of a block), or static ``[1, N, 1, D]`` with any of N and
+            D as 1.
         value_scale: as ``key_scale``.
         key_zero_point: as ``key_scale``; given means asymmetric.
         value_zero_point: as ``key_zero_point``.

@@ -20,7 +20,8 @@ class Capacity(NamedTuple):
 
     Attributes:
         scheme: allocator and formats, such as "paged int8/token_head".
-        token_bytes: keys, values, scales and zero points of one token in all layers.
+        token_bytes: keys, values, scales and zero points of one token in all layers; its share
+            of what a block has, rounded up.
         block_bytes: the same for a block.
         num_blocks: blocks that can be used; contiguous, whole reservations only.
         kv_bytes: ``num_blocks * block_bytes``.
@@ -28,6 +29,7 @@ class Capacity(NamedTuple):
         sequences_mean: sequences at once if all stood at their last token.
         sequences_live: sequences at once on average, when finished ones are replaced as they
             leave, since a paged sequence holds less while it is young.
+        residual_bytes: of the partly filled blocks that sequences keep apart, beside these.
     """
 
     scheme: str
@@ -38,6 +40,7 @@ class Capacity(NamedTuple):
     sequences_full_length: int
     sequences_mean: float
     sequences_live: float
+    residual_bytes: int = 0
 
 
 def capacity(
@@ -48,6 +51,7 @@ def capacity(
     allocator: str,
     max_model_len: int,
     lengths: Sequence[tuple[int, int]],
+    max_num_seqs: int = 0,
 ) -> Capacity:
     """Plan one scheme.
 
@@ -66,6 +70,7 @@ def capacity(
         allocator: "paged" or "contiguous".
         max_model_len: the longest sequence, in tokens.
         lengths: prompt and output tokens of every request of the workload.
+        max_num_seqs: sequences at once, where a format keeps something for each.
 
     Raises:
         UsageError: an unknown allocator, a budget too small for one sequence of
@@ -74,7 +79,9 @@ def capacity(
     if allocator not in ALLOCATORS:
         raise UsageError("allocator", allocator, ALLOCATORS)
     check_lengths(lengths, max_model_len)
-    num_blocks = plan_blocks(geometry, formats, block_size, budget_bytes, max_model_len)
+    num_blocks = plan_blocks(
+        geometry, formats, block_size, budget_bytes, max_model_len, max_num_seqs
+    )
     reserved_blocks = -(-max_model_len // block_size)
     full_length = num_blocks // reserved_blocks
     if allocator == "contiguous":
@@ -87,10 +94,11 @@ def capacity(
     block_bytes = geometry.block_bytes(formats, block_size)
     return Capacity(
         scheme=f"{allocator} {describe_formats(formats)}",
-        token_bytes=geometry.token_bytes(formats),
+        token_bytes=-(-block_bytes // block_size),
         block_bytes=block_bytes,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
+        residual_bytes=max_num_seqs * geometry.residual_bytes(formats, block_size),
         sequences_full_length=full_length,
         sequences_mean=mean,
         sequences_live=live,

@@ -110,7 +110,9 @@ class Deployment:
         """
         longest = self.serving.max_model_len
         blocks = -(-longest // block_size)
-        least = self.geometry.cache_bytes(formats, blocks, block_size, longest)
+        least = self.geometry.cache_bytes(
+            formats, blocks, block_size, longest, self.serving.max_num_seqs
+        )
         return self.share_out(self.parts(formats, block_size), least)
 
     def share_out(self, parts: list[Part], least: int) -> Budget:
@@ -275,6 +277,7 @@ def plan_policy(deployment: Deployment, cache: CacheConfig, make_clocks: ClockMa
             allocator,
             serving.max_model_len,
             deployment.lengths,
+            serving.max_num_seqs,
         )
         for allocator in ("paged", "contiguous")
     )

@@ -46,7 +46,14 @@ struct Parameter {
   Kind kind = NONE;
   // in elements; 0 where a size of 1 stands for all. STATIC: head and channel only
   int64_t block = 0, head = 0, token = 0, channel = 0;
-  int64_t group_size = 0;  // GROUP: channels of a group
+  int64_t group_size = 0;  // GROUP: channels of a group; 1: a channel for the tokens of a block
+
+  bool by_block() const { return kind == GROUP && group_size == 1; }
+  // by_block, with channels side by side: some of a block's, from channel c.
+  Vec of_block(int64_t place, int64_t c, int count) const {
+    return half ? load_at(static_cast<const Half*>(data) + place, c, count)
+                : load_at(static_cast<const float*>(data) + place, c, count);
+  }
 
   // Of a token, or of its first group.
   int64_t place(int64_t b, int64_t n, int64_t s) const { return b * block + n * head + s * token; }

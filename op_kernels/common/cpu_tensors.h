@@ -99,6 +99,11 @@ inline bool read_parameter(
   }
   if (x.dim() != 4) return false;
   out.head = stride(1), out.channel = stride(3);
+  if (x.size(0) != 1 && x.size(2) == 1 && x.size(3) == dim && dim > 1) {  // of a block's channels
+    out.kind = Parameter::GROUP;
+    out.block = stride(0), out.token = 0, out.group_size = 1;
+    return x.size(0) == cache.size(0) && x.size(1) == cache.size(1);
+  }
   if (x.size(3) == 1 || x.size(3) == dim) {
     out.kind = Parameter::STATIC;
     return x.size(0) == 1 && x.size(2) == 1 && (x.size(1) == 1 || x.size(1) == cache.size(1));

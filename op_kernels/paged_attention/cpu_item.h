@@ -64,14 +64,19 @@ class ItemRun {
   ItemRun(const Call& call, const Item& item, Scratch& scratch)
       : call_(call), item_(item), sequence_(call.sequences[item.sequence]) {
     rows_ = static_cast<int>(item.queries * call.group());
-    few_ = rows_ <= FEW_ROWS && call.key.scale.kind != Parameter::GROUP &&
+    by_block_ = call.key.scale.by_block();
+    // runs of tokens in one block are to begin where a vector of scores does
+    const bool lined_up = by_block_ && call.key.scale.channel == 1 &&
+                          call.block_size % LANES == 0 && item.first_key % LANES == 0;
+    few_ = rows_ <= FEW_ROWS && (call.key.scale.kind != Parameter::GROUP || lined_up) &&
            call.value.scale.kind != Parameter::GROUP;
     const int64_t rows = round_up(rows_, LANES), width = call.padded;
     float* next = scratch.take(
-        rows * (2 * width + TILE + 6) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
+        rows * ((by_block_ ? 3 : 2) * width + TILE + 6) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
+    if (by_block_) block_query_ = carve(rows * width);
     scores_ = carve(rows * TILE);
     query_sum_ = carve(rows);
     shift_ = carve(rows);
@@ -104,6 +109,7 @@ class ItemRun {
   Seen seen_by(int row, int64_t first, int count) const;
   const float* bias_of(int row, int64_t first, int count);
   void score();
+  void score_by_block();
   void sum_values();
   int64_t block_of(int64_t token) const {
     return call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
@@ -123,8 +129,9 @@ class ItemRun {
   const Item& item_;
   const Sequence& sequence_;
   int rows_;
-  bool few_;
+  bool few_, by_block_;
   float *query_, *sums_, *scores_, *query_sum_, *shift_, *bias_;
+  float* block_query_ = nullptr;
   float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
   RowStates states_;
   std::pair<int64_t, int64_t>* seen_;  // first and last position that a row sees
@@ -253,7 +260,36 @@ inline const float* ItemRun::bias_of(int row, int64_t first, int count) {
   return bias_;
 }
 
+// What the scales and zero points of a block's channels do to a score is done to the queries, once
+// for its tokens of the tile.
+inline void ItemRun::score_by_block() {
+  const TypeKernels& kernels = kernels_of(call_.key.type);
+  const Parameter &scale = call_.key.scale, &zero = call_.key.zero_point;
+  const int64_t width = call_.padded;
+  for_runs(first_, tokens_.count, [&](int k, int n, int64_t block, int64_t) {
+    float shifts[FEW_ROWS] = {};
+    const int64_t factors = scale.place(block, item_.kv_head, 0);
+    const int64_t zeros = zero.data ? zero.place(block, item_.kv_head, 0) : 0;
+    for (int r = 0; r < rows_; ++r) {
+      Vec total{};
+      for_vectors(call_.dim, [&](int64_t c, int count) {
+        const Vec q = load(query_ + r * width + c);
+        write(block_query_ + r * width + c, q * scale.of_block(factors, c, count));
+        if (zero.data) total = fma(q, zero.of_block(zeros, c, count), total);
+      });
+      shifts[r] = sum(total);
+    }
+    const int whole = static_cast<int>(round_up(n, LANES));
+    kernels.dot(
+        block_query_, width, rows_, at_.keys + k, at_.keys + AHEAD + k, whole, call_.dim,
+        scores_ + k, TILE);
+    for (int r = 0; r < rows_; ++r)
+      for (int i = k; i < k + whole; ++i) scores_[r * TILE + i] += shifts[r];
+  });
+}
+
 inline void ItemRun::score() {
+  if (few_ && by_block_) return score_by_block();
   const TypeKernels& kernels = kernels_of(call_.key.type);
   const int whole = static_cast<int>(round_up(tokens_.count, LANES));
   const int64_t width = call_.padded;

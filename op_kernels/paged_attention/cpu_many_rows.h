@@ -17,6 +17,16 @@ void convert_row(const void* from, int64_t dim, float* to) {
 // Scales of groups of channels, and their zero points: applied to each value.
 inline void apply_groups(const Parameter& scale, const Parameter& zero_point, int64_t block,
                          int64_t head, int64_t token, int64_t dim, float* row) {
+  if (scale.by_block() && scale.channel == 1) {
+    const int64_t factors = scale.place(block, head, 0);
+    const int64_t shifts = zero_point.data ? zero_point.place(block, head, 0) : 0;
+    for_vectors(dim, [&](int64_t c, int count) {
+      Vec x = load(row + c) * scale.of_block(factors, c, count);
+      if (zero_point.data) x = x + zero_point.of_block(shifts, c, count);
+      store_at(row, c, count, x);
+    });
+    return;
+  }
   const auto for_groups = [&](const Parameter& p, auto&& apply) {
     const int64_t first = p.place(block, head, token), size = p.group_size;
     for (int64_t group = 0; group < dim / size; ++group) {

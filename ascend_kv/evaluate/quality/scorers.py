@@ -105,7 +105,7 @@ class PolicyRunner:
                 self.loaded, self.compression, spec, self.block_size, length, step
             )
         blocks = -(-length // self.block_size)
-        return geometry.cache_bytes(self.formats, blocks, self.block_size, length)
+        return geometry.cache_bytes(self.formats, blocks, self.block_size, length, 1)
 
 
 _HALF = FormatSpec("float16", 16)
@@ -173,8 +173,12 @@ def paged_cost(runner: PolicyRunner, llm: LLM) -> Cost:
     So are the bytes of layers that are compressed, which are no multiple of the tokens.
     """
     geometry, positions = runner.loaded.geometry, runner.loaded.geometry.max_position_tokens
-    token_bytes = float(geometry.token_bytes(runner.formats))
+    token_bytes = geometry.block_bytes(runner.formats, runner.block_size) / runner.block_size
     formats, residual = describe_formats(runner.formats), "none"
+    if open_block := geometry.residual_bytes(runner.formats, runner.block_size):
+        mean = (runner.block_size + 1) / 2
+        residual = f"up to {runner.block_size} latest tokens, {mean:g} on the average, "
+        residual += f"{open_block:,} bytes a sequence"
     if runner.compression is not None:
         held = sequence_bytes(geometry, runner.compression, runner.formats[0].key, positions)
         token_bytes = sum(held.values()) / positions
