@@ -40,6 +40,8 @@ KVCacheDtype = str | Mapping[str, Any]
 """A name that ``format_spec`` takes, or names for "k" and "v"."""
 KVCacheScales = str | Mapping[str, Any]
 """A file of static scales, a checkpoint that has them, or what such a file holds."""
+KeyCalibration = str | Mapping[str, Any]
+"""A file of key statistics, or what such a file holds."""
 _LAYERS = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
 
 
@@ -75,6 +77,9 @@ class CacheConfig:
         key_offset_layers: layers whose keys are stored without the model's key bias: "auto"
             where the format and the size of the bias call for it, "all" that have one, "none",
             or a list; negative numbers count from the last layer.
+        key_calibration: what a text has shown of the model's keys: a safetensors file, or a mapping
+            of what such a file holds; see ``integrations.key_statistics``. The mean key is the
+            key offset then, in place of the key bias.
         compression: old tokens of a dense model become means of 4 and of 128
             (``untrained_compression``); None: every token is kept.
         untrained_compression: that the user wants this in a model that never learned it, which
@@ -99,6 +104,7 @@ class CacheConfig:
     prefill_reads: str = "cache"
     pair_scaling: PairScaling = "auto"
     key_offset_layers: KeyOffsetLayers = "auto"
+    key_calibration: KeyCalibration | None = None
     compression: Compression | None = None
     untrained_compression: bool = False
 
@@ -198,7 +204,13 @@ class CacheConfig:
 
     def _check_conditioning(self) -> None:
         one_of("pair_scaling", self.pair_scaling, ("auto", True, False))
+        calibration: object = self.key_calibration
+        if not isinstance(calibration, str | Mapping | None):
+            raise UsageError("key_calibration", calibration, "a file, or a mapping")
         layers = self.key_offset_layers
+        if calibration is not None and layers == "none":
+            hint = "It says what the key offset is, and there is none."
+            raise UsageError("key_offset_layers", layers, "auto, all, or layers", hint)
         if layers in ("auto", "all", "none"):
             return
         if not _is_layers(layers):
@@ -256,8 +268,9 @@ def merge_kv_cache_config(config: CacheConfig, mapping: Mapping[str, Any]) -> Ca
     if not isinstance(mapping, Mapping):
         raise UsageError("kv_cache_config", mapping, "a mapping from names to values")
     values = dict(mapping)
-    if isinstance(values.get("kv_cache_scales"), os.PathLike):
-        values["kv_cache_scales"] = os.fspath(values["kv_cache_scales"])
+    for name in ("kv_cache_scales", "key_calibration"):
+        if isinstance(values.get(name), os.PathLike):
+            values[name] = os.fspath(values[name])
     if "enable_paged_attention" in values:
         paged = values.pop("enable_paged_attention")
         one_of("kv_cache_config.enable_paged_attention", paged, (True, False))
@@ -339,7 +352,7 @@ def _layers_named(words: object, layers: int) -> range:
 _OF_EVERY_TOKEN = (
     *("granularity", "symmetric", "scale_type", "group_size", "kv_cache_scales"),
     *("kv_cache_dtype_skip_layers", "kv_cache_dtype_layers", "kv_allocator", "pair_scaling"),
-    *("key_offset_layers", "compression"),
+    *("key_offset_layers", "key_calibration", "compression"),
 )
 """What says something of caches that keep every token only"""
 

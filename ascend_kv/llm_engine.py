@@ -16,6 +16,7 @@ from ascend_kv.cache.tables import SequenceTables, make_tables
 from ascend_kv.cache.untrained import UntrainedKVCache
 from ascend_kv.config import (
     CacheConfig,
+    KeyCalibration,
     KeyOffsetLayers,
     KVCacheDtype,
     KVCacheScales,
@@ -38,6 +39,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, format_spec
 from ascend_kv.integrations.deepseek_v4 import make_compressed_cache
 from ascend_kv.integrations.huggingface import HuggingFaceModel
+from ascend_kv.integrations.key_calibration import read_key_calibration
 from ascend_kv.integrations.key_conditioning import UNCONDITIONED, KeyConditioning
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer
@@ -81,6 +83,7 @@ class LLMEngine:
         kv_cache_dtype_layers: Mapping[str, Any] | None = None,
         pair_scaling: PairScaling = "auto",
         key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
+        key_calibration: KeyCalibration | Path | None = None,
         max_model_len: int | None = None,
         kv_cache_memory_bytes: int | str | None = None,
         gpu_memory_utilization: float | None = None,
@@ -123,6 +126,9 @@ class LLMEngine:
                 quantized, True: everywhere, False: nowhere.
             key_offset_layers: layers whose keys are stored without the model's key bias: auto,
                 all, none, or a list. ``conditioning`` says what was done and why.
+            key_calibration: the file that ``evaluate.calibration.calibrate_keys`` made of this
+                model and a text: stored keys lack their mean then in place of the key bias, in
+                models without one too.
             max_model_len: longest prompt and output together, in tokens; None: the model's.
             kv_cache_memory_bytes: bytes for keys, values and scales: a number, or text such as
                 "1.5GiB"; not more than are free.
@@ -172,6 +178,9 @@ class LLMEngine:
                 else parse_bytes(kv_cache_memory_bytes),
                 pair_scaling=pair_scaling,
                 key_offset_layers=key_offset_layers,  # type: ignore[arg-type]
+                key_calibration=str(key_calibration)
+                if isinstance(key_calibration, Path)
+                else key_calibration,
             ),
             {} if kv_cache_config is None else kv_cache_config,
         )
@@ -242,7 +251,11 @@ class LLMEngine:
         if self.geometry.residual_bytes(self.formats, self.block_size):
             self.tables = ResidualTables(self.tables, max_num_seqs)
         keys = condition_keys(
-            self.weights, self.formats, config.pair_scaling, config.key_offset_layers
+            self.weights,
+            self.formats,
+            config.pair_scaling,
+            config.key_offset_layers,
+            read_key_calibration(self.weights, config.key_calibration),
         )
         self.conditioning = keys.conditioning
         static_scales = load_static_scales(

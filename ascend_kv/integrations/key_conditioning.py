@@ -1,12 +1,13 @@
 """Key conditioning: what is done to a model's keys at load, so that few bits keep them well.
 
-Two transformations that leave the model's function as it is and need no calibration data:
+Two transformations that leave the model's function as it is:
 
 * **Pair scaling.** Each rotary pair of key channels is divided by a power of two and the same
   pair of the queries multiplied by it. q . k stays, to the last bit unless a half type ends; the
   channels of a key become equally large, and share a quantization scale without loss.
 * **Key offset.** The key bias is taken out of ``k_proj``, so that keys arrive and are stored
-  without it, and attention gives it back (``key_offset``).
+  without it, and attention gives it back (``key_offset``). Where a text has been seen, the mean of
+  its keys takes the bias's place (``key_statistics``); that needs no bias, and no other data.
 
 Here is the record of what was done. ``key_planning`` decides, ``key_folding`` does it.
 """
@@ -30,14 +31,15 @@ class LayerConditioning:
 
     layer: int
     bias_share: float
-    """‖key bias‖ / ‖what varies‖ in the head where it is largest; from the weights alone"""
+    """‖key bias‖ / ‖what varies‖ in the head where it is largest, from the weights alone; with
+    statistics of a text ‖mean key‖ / ‖deviation‖"""
     pair_scaled: bool
     lowest_exponent: int
     highest_exponent: int
     """keys were divided by two to these powers"""
     scaling_reason: str
     offset: bool
-    """keys are stored without their bias"""
+    """keys are stored without their bias, or their mean"""
     offset_norm: float
     """‖what stored keys lack‖ in the head where it is largest, scaled as they are"""
     offset_reason: str
@@ -57,6 +59,8 @@ class KeyConditioning:
     """made anew in every step, per query token and cached position, over all layers"""
     identity: str
     """differs where stored keys differ; empty where nothing was done"""
+    calibrated: bool = False
+    """offsets are mean keys of a text, not the model's key bias"""
 
     @property
     def scaled_layers(self) -> tuple[int, ...]:
@@ -83,7 +87,8 @@ class KeyConditioning:
         low, high = self.exponent_range
         return (
             f"pair scales 2^{low} to 2^{high} in {scaled} of {len(self.layers)} layers, "
-            f"key offset in {f'layers {list(offset)}' if offset else 'none'}"
+            f"key offset{' (mean key of a text)' * (self.calibrated and bool(offset))} in "
+            f"{f'layers {list(offset)}' if offset else 'none'}"
         )
 
 

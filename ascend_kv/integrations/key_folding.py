@@ -24,8 +24,10 @@ class Fold(NamedTuple):
     weights: KeyWeights
     exponents: Tensor | None
     """[N, D], or [1, D] for a norm's weight; keys times 2 ** -e, queries times 2 ** e"""
-    offset: bool
-    """the key bias is taken out, so that keys arrive without it"""
+    lacks: Tensor | None
+    """[N, D] float32, scaled as the keys are: taken out, so that keys arrive without it"""
+    head_axis: int | None = None
+    """of what a key norm gives, where there is one"""
 
 
 class WeightFolding:
@@ -79,8 +81,27 @@ class WeightFolding:
                     self._multiply_rows(layer.weight, exponents.flatten())
                     if layer.bias is not None:
                         self._multiply(layer.bias, exponents.flatten())
-        if fold.offset:
-            self._replace(key.bias, torch.zeros_like(key.bias))
+        if fold.lacks is not None:
+            self._take_out(fold, fold.lacks)
+
+    def _take_out(self, fold: Fold, lacks: Tensor) -> None:
+        attention = fold.weights.attention
+        key = attention.k_proj
+        if fold.weights.norm_base is not None:
+            self._subtract_behind(attention.k_norm, lacks.to(key.weight), fold.head_axis)
+        elif key.bias is None:
+            self._undo.append(lambda: setattr(key, "bias", None))
+            key.bias = nn.Parameter(-lacks.flatten().to(key.weight), requires_grad=False)
+        else:
+            bias = key.bias.float() - lacks.flatten().to(key.bias.device)
+            self._replace(key.bias, bias.to(key.bias.dtype))
+
+    def _subtract_behind(self, norm: nn.Module, lacks: Tensor, head_axis: int | None) -> None:
+        """Behind a norm no weight holds a constant."""
+        if head_axis == 1:
+            lacks = lacks[:, None]
+        hook = norm.register_forward_hook(lambda module, given, output: output - lacks)
+        self._undo.append(hook.remove)
 
     def _replace(self, parameter: Tensor, value: Tensor) -> None:
         before = parameter.clone()

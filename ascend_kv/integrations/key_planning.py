@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from ascend_kv.integrations.key_conditioning import (
 )
 from ascend_kv.integrations.key_folding import Fold, powers_of_two
 from ascend_kv.integrations.key_offset import KeyOffset, make_rotary_table
+from ascend_kv.integrations.key_statistics import KeyStatistics
 from ascend_kv.integrations.key_trial import same_scores, trial_positions, try_keys
 from ascend_kv.integrations.key_weights import KeyWeights, layers_of, pair_exponents
 from ascend_kv.integrations.loading import LoadedModel
@@ -48,6 +49,7 @@ def condition_keys(
     formats: Sequence[LayerFormat],
     pair_scaling: PairScaling = "auto",
     key_offset_layers: KeyOffsetLayers | Sequence[int] = "auto",
+    statistics: KeyStatistics | None = None,
 ) -> ConditionedKeys:
     """Plan the conditioning of a model for a cache; its weights are changed when it is used.
 
@@ -57,15 +59,16 @@ def condition_keys(
         pair_scaling: "auto": in every layer that is quantized; True: in every layer.
         key_offset_layers: "auto": where the format and the size of the bias call for it; "all":
             every layer that has a key bias; "none"; or the layers.
+        statistics: of the keys of a text: their means are the offsets then, not the key bias.
 
     Raises:
         UsageError: a layer that the model has not got, or asked for and impossible.
     """
     wanted = _wanted_offsets(key_offset_layers, loaded.geometry.num_layers)
-    options = (tuple(formats), pair_scaling, wanted)
+    options = (tuple(formats), pair_scaling, wanted, statistics and statistics.identity)
     plans = loaded.folding.plans
     if options not in plans:
-        plans[options] = _Planner(loaded, formats, pair_scaling, wanted).plan()
+        plans[options] = _Planner(loaded, formats, pair_scaling, wanted, statistics).plan()
         logger.info("key conditioning: %s", plans[options].conditioning)
     plan: ConditionedKeys = plans[options]
     return plan
@@ -84,6 +87,17 @@ def _wanted_offsets(given: KeyOffsetLayers | Sequence[int], layers: int) -> str 
 class _Decision(NamedTuple):
     yes: bool
     reason: str
+
+
+class _Constant(NamedTuple):
+    """What all keys of a layer have in common, as far as is known."""
+
+    vector: Tensor
+    """[N, D] float32, before rotation and scaling; [1, D] of zeros where a norm follows"""
+    share: float
+    """its norm against that of what varies, in the head where it is largest"""
+    pair_share: Callable[[int], float]
+    """from the rotary dimension: the like of the pair where it is largest, over three"""
 
 
 class _Draft(NamedTuple):
@@ -106,10 +120,12 @@ class _Planner:
         formats: Sequence[LayerFormat],
         pair_scaling: PairScaling,
         offsets: str | tuple[int, ...],
+        statistics: KeyStatistics | None,
     ) -> None:
         self._loaded = loaded
         self._formats = [spec.key for spec in formats]  # values are not conditioned
         self._pair_scaling, self._offsets = pair_scaling, offsets
+        self._seen = {} if statistics is None else statistics.layers
         loaded.folding.use(None)
         self._before = try_keys(loaded.hf_model, loaded.geometry)
         self._embedding = getattr(loaded.hf_model.base_model, "rotary_emb", None)
@@ -122,7 +138,9 @@ class _Planner:
             keys = _collect(drafts, self._loaded.geometry)
             wrong, rounded = self._try(keys)
             if not wrong:
-                conditioning = replace(keys.conditioning, rounded_weights=rounded)
+                conditioning = replace(
+                    keys.conditioning, rounded_weights=rounded, calibrated=bool(self._seen)
+                )
                 return keys._replace(conditioning=conditioning)
             no = _Decision(False, "its scores change with it: its keys are made in another way")
             logger.warning("keys of layers %s are not conditioned: %s", wrong, no.reason)
@@ -136,17 +154,28 @@ class _Planner:
         if isinstance(weights, str) or rotary_dim is None:
             no = _Decision(False, str(weights))
             return _Draft(no, no)
+        constant = self._constant(layer, weights)
         scaling = self._decide_scaling(layer)
-        offset = self._decide_offset(layer, weights, rotary_dim, scaling.yes)
+        offset = self._decide_offset(layer, weights, constant, rotary_dim, scaling.yes)
         exponents = lacks = None
         if scaling.yes:
             exponents = pair_exponents(weights, rotary_dim, with_bias=not offset.yes)
         if offset.yes:
-            lacks = weights.bias
+            lacks = constant.vector
             if exponents is not None:
                 lacks = lacks * powers_of_two(-exponents, lacks)
-        fold = Fold(weights, exponents, offset.yes) if scaling.yes or offset.yes else None
-        return _Draft(scaling, offset, weights.bias_share, fold, lacks)
+        fold = None
+        if scaling.yes or offset.yes:
+            fold = Fold(weights, exponents, lacks, self._before[layer].norm_head_axis)
+        return _Draft(scaling, offset, constant.share, fold, lacks)
+
+    def _constant(self, layer: int, weights: KeyWeights) -> _Constant:
+        seen = self._seen.get(layer)
+        if seen is None:
+            return _Constant(weights.bias, weights.bias_share, weights.pair_bias_share)
+        mean = _as_stored(seen.mean, weights)
+        observed = weights._replace(own=seen.deviation, bias=mean)
+        return _Constant(mean, observed.bias_share, observed.pair_bias_share)
 
     def _decide_scaling(self, layer: int) -> _Decision:
         if self._pair_scaling is False:
@@ -160,23 +189,32 @@ class _Planner:
         return _Decision(True, "channels share a quantization scale")
 
     def _decide_offset(
-        self, layer: int, weights: KeyWeights, rotary_dim: int, scaled: bool
+        self,
+        layer: int,
+        weights: KeyWeights,
+        constant: _Constant,
+        rotary_dim: int,
+        scaled: bool,
     ) -> _Decision:
         if self._offsets == "none":
             return _Decision(False, "switched off")
         if not isinstance(self._offsets, str) and layer not in self._offsets:
             return _Decision(False, "not among key_offset_layers")
-        obstacle = self._offset_obstacle(weights, rotary_dim)
+        obstacle = self._offset_obstacle(layer, weights, constant, rotary_dim)
         if obstacle:
             return _Decision(False, obstacle)
         if self._offsets != "auto":
             return _Decision(True, "asked for")
-        return _auto_offset(self._formats[layer], weights, rotary_dim, scaled)
+        return _auto_offset(self._formats[layer], constant, rotary_dim, scaled)
 
-    def _offset_obstacle(self, weights: KeyWeights, rotary_dim: int) -> str:
-        if weights.norm_base is not None:
+    def _offset_obstacle(
+        self, layer: int, weights: KeyWeights, constant: _Constant, rotary_dim: int
+    ) -> str:
+        if weights.norm_base is not None and layer not in self._seen:
             return "its keys pass a norm after the bias"
-        if not weights.bias.any():
+        if weights.norm_base is not None and self._before[layer].norm_head_axis is None:
+            return "what its key norm gives has no axis of heads"
+        if not constant.vector.any():
             return "no key bias"
         if not hasattr(self._embedding, "inv_freq"):
             return "its rotary embedding is not the same for all layers"
@@ -220,16 +258,24 @@ class _Planner:
         return KeyOffset(keys.offsets, table)
 
 
-def _auto_offset(spec: FormatSpec, weights: KeyWeights, rotary_dim: int, scaled: bool) -> _Decision:
+def _as_stored(mean: Tensor, weights: KeyWeights) -> Tensor:
+    """What keys really lack once the mean is out, for what takes it out has the weights' type."""
+    if weights.norm_base is not None:
+        return mean.to(weights.attention.k_norm.weight.dtype).float()
+    rest = (weights.bias - mean).to(weights.attention.k_proj.weight.dtype)
+    return weights.bias - rest.float()
+
+
+def _auto_offset(spec: FormatSpec, constant: _Constant, rotary_dim: int, scaled: bool) -> _Decision:
     if not spec.quantized:
         return _Decision(False, f"{spec.name} keys are not quantized")
     # where channels have scales of their own, a bias costs its own pair only, as with scaled pairs
     if spec.name == "int8" and (scaled or spec.granularity == "channel"):
-        share, least = weights.pair_bias_share(rotary_dim), SCALED_INT8_SHARE
+        share, least = constant.pair_share(rotary_dim), SCALED_INT8_SHARE
         scales = "scaled pairs" if scaled else "scales of channels"
         what = f"INT8 with {scales}, its largest pair bias against that pair's keys"
     else:
-        share, least = weights.bias_share, OFFSET_SHARE[spec.name]
+        share, least = constant.share, OFFSET_SHARE[spec.name]
         what = f"{spec.name}, its bias against its keys"
     comparison = "above" if share > least else "at most"
     return _Decision(share > least, f"{what}: {share:.1f}, {comparison} {least:g}")

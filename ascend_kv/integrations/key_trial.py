@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ascend_kv.geometry import ModelGeometry
 from ascend_kv.integrations.attention import STEP_KEYWORD
@@ -33,6 +34,8 @@ class LayerKeys(NamedTuple):
     """[T, N, D] after rotation"""
     rotary_dim: int | None
     """leading channels that are rotated; None where no cosine was handed to the layer"""
+    norm_head_axis: int | None = None
+    """which axis of what its key norm gives has the heads; None without such a norm"""
 
 
 class _Recorder:
@@ -53,9 +56,12 @@ class _Recorder:
 
 
 def trial_positions(geometry: ModelGeometry) -> list[int]:
-    """Near and far, so that slow pairs turn too."""
+    """Near and far, so that slow pairs turn too; never as many as KV heads, to tell the two."""
     last = geometry.max_position_tokens - 1
-    return sorted({0, min(1, last), last // 2, last})
+    positions = sorted({0, min(1, last), last // 2, last})
+    if len(positions) == geometry.num_kv_heads > 1:
+        del positions[1]
+    return positions
 
 
 @torch.inference_mode()
@@ -65,16 +71,26 @@ def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
     device = hf_model.device
     recorder = _Recorder()
     rotary_dims: dict[int, int] = {}
+    head_axes: dict[int, int] = {}
 
     def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
         cosine, _ = keywords.get("position_embeddings") or (None, None)
         if cosine is not None:
             rotary_dims[module.layer_idx] = cosine.shape[-1]
 
-    hooks = [
-        attention.register_forward_pre_hook(note, with_kwargs=True)
-        for attention, _ in find_attention(hf_model).values()
-    ]
+    def note_norm(layer: int, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dim() == 4:
+            head_axes[layer] = 1 if output.shape[1] == geometry.num_kv_heads else 2
+
+    hooks = []
+    for layer, (attention, _) in find_attention(hf_model).items():
+        hooks.append(attention.register_forward_pre_hook(note, with_kwargs=True))
+        if isinstance(getattr(attention, "k_norm", None), nn.Module):
+            hooks.append(
+                attention.k_norm.register_forward_hook(
+                    lambda module, given, output, layer=layer: note_norm(layer, output)
+                )
+            )
     try:
         hf_model(
             input_ids=torch.arange(len(positions), device=device)[None] % geometry.vocab_size,
@@ -86,7 +102,7 @@ def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
         for hook in hooks:
             hook.remove()
     return {
-        layer: LayerKeys(query, key, rotary_dims.get(layer))
+        layer: LayerKeys(query, key, rotary_dims.get(layer), head_axes.get(layer))
         for layer, (query, key) in recorder.seen.items()
     }
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ascend_kv.errors import UsageError
+from ascend_kv.evaluate.calibration import calibrate_keys, calibrate_scales, calibration_text
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.model_choice import choose_model, load_text_tokenizer
@@ -19,7 +21,7 @@ from ascend_kv.evaluate.perplexity import cut_windows
 from ascend_kv.evaluate.quality import harness
 from ascend_kv.evaluate.quality.cells import CellStore
 from ascend_kv.evaluate.quality.generation import cut_prompts
-from ascend_kv.evaluate.quality.policies import REFERENCE
+from ascend_kv.evaluate.quality.policies import REFERENCE, Policy
 from ascend_kv.evaluate.quality.questions import (
     Question,
     Source,
@@ -31,7 +33,7 @@ from ascend_kv.evaluate.quality.recipe import EvalRecipe
 from ascend_kv.evaluate.quality.results import Skipped
 from ascend_kv.evaluate.quality.scorers import PolicyRunner, make_runner
 from ascend_kv.evaluate.results import TextInfo
-from ascend_kv.evaluate.text import load_text
+from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.ops import platform
 
 QUESTION_TASKS = ("needle", "copy", "recall")
@@ -152,6 +154,8 @@ class Evaluation:
         for policy in (REFERENCE, *self.recipe.policies):
             made = make_runner(policy, self.loaded, self.device, self.recipe.block_size, named)
             if isinstance(made, PolicyRunner):
+                if policy.calibrate:
+                    made = replace(made, calibrated=self._calibrate(policy))
                 self.runners.append(made)
                 if "lm_eval" in self.recipe.tasks and policy.huggingface is not None:
                     reason = "the library's tasks run on ascend_kv's engine"
@@ -166,6 +170,53 @@ class Evaluation:
             legal = "one or more that can be measured here, beside the unquantized cache"
             reasons = " ".join(f"{entry.policy}: {entry.reason}." for entry in self.skipped)
             raise UsageError("policies", given, legal, reasons)
+
+    def _calibrate(self, policy: Policy) -> dict[str, Any]:
+        """What the calibration text makes for a policy."""
+        self.log.say(f"Calibrating: {policy.name} ...")
+        made: dict[str, Any] = {}
+        if "keys" in policy.calibrate:
+            made["key_calibration"] = self._key_statistics
+        if "scales" in policy.calibrate:
+            config = policy.cache_config(self.loaded.dtype)
+            config = replace(config, **made)
+            try:
+                made["kv_cache_scales"] = calibrate_scales(
+                    self.loaded, config, self._calibration_tokens
+                )
+            except UsageError as error:
+                field = f"policy {policy.name!r}: {error.field}"
+                raise UsageError(field, error.given, error.legal, error.hint) from error
+        return made
+
+    @cached_property
+    def _key_statistics(self) -> dict[str, Any]:
+        return calibrate_keys(self.loaded, self._calibration_tokens)
+
+    @cached_property
+    def _calibration_text(self) -> Text:
+        settings = self.recipe.calibration
+        path = None if settings.text is None else Path(settings.text)
+        text = calibration_text(path, settings.tokens)
+        if text.sha256 == self.text.sha256:
+            hint = "A cache must not be judged by the text that it learned from."
+            raise UsageError("calibration.text", text.source, "another text than text", hint)
+        return text
+
+    @cached_property
+    def _calibration_tokens(self) -> list[int]:
+        settings = self.recipe.calibration
+        ids = self._tokenizer(self._calibration_text.content, verbose=False)["input_ids"]
+        if len(ids) < settings.tokens:
+            legal = f"at least {settings.tokens} tokens, for calibration.tokens"
+            raise UsageError("calibration.text", f"{len(ids)} tokens", legal)
+        return list(ids[: settings.tokens])
+
+    def _policy_settings(self, policy: Policy) -> dict[str, Any]:
+        if not policy.calibrate:
+            return policy.settings
+        text = {"text": self._calibration_text.sha256, "tokens": self.recipe.calibration.tokens}
+        return policy.settings | {"calibration": text}
 
     def _settings(self) -> dict[str, Any]:
         """All that decides what is in a cell."""
@@ -186,7 +237,9 @@ class Evaluation:
             "versions": {name: versions[name] for name in _VERSIONS},
             "operators": platform.implementations(self.device),
             "tasks": sections,
-            "policies": {runner.policy.name: runner.policy.settings for runner in self.runners},
+            "policies": {
+                runner.policy.name: self._policy_settings(runner.policy) for runner in self.runners
+            },
         }
 
     def recipe_as_run(self) -> dict[str, Any]:

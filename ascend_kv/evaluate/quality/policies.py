@@ -23,6 +23,8 @@ UNQUANTIZED = "unquantized"
 """The reference that every policy is compared with; always there, always first."""
 
 _NOT_HERE = ("kv_cache_memory_bytes", "kv_allocator", "enable_paged_attention")
+MADE_FROM_TEXT = {"keys": "key_calibration", "scales": "kv_cache_scales"}
+"""What a policy's ``calibrate`` says, and the setting that it makes."""
 _NBITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """What transformers' caches with these libraries take"""
 _GROUPED = {"nbits": 4, "axis_key": 0, "axis_value": 0, "q_group_size": 64}
@@ -86,6 +88,8 @@ class Policy:
     kv_cache_config: Mapping[str, Any] = field(default_factory=dict)
     """As ``LLM`` takes it; ``kv_cache_dtype`` may also be ``16-bit``."""
     huggingface: HuggingFaceCache | None = None
+    calibrate: tuple[Literal["keys", "scales"], ...] = ()
+    """What is made of the calibration text for it: ``key_calibration``, ``kv_cache_scales``."""
 
     def check(self, where: str) -> None:
         """Refuse what can be refused before a model is loaded.
@@ -98,8 +102,15 @@ class Policy:
         if self.huggingface is not None:
             if self.kv_cache_config:
                 raise UsageError(f"{where}.kv_cache_config", "beside huggingface", "one of the two")
+            if self.calibrate:
+                raise UsageError(f"{where}.calibrate", self.calibrate, "none with huggingface")
             self.huggingface.check(f"{where}.huggingface")
             return
+        for made in self.calibrate:
+            if MADE_FROM_TEXT[made] in self.kv_cache_config:
+                legal = f"not beside calibrate: [{made}], which makes it"
+                given = self.kv_cache_config[MADE_FROM_TEXT[made]]
+                raise UsageError(f"{where}.{MADE_FROM_TEXT[made]}", given, legal)
         for name in _NOT_HERE:
             if name in self.kv_cache_config:
                 legal = "none: every policy gets a paged cache with the room that it needs"
@@ -129,7 +140,8 @@ class Policy:
             cache = self.huggingface
             fed = {"backend": cache.backend, "chunk_tokens": cache.chunk_tokens}
             return {"huggingface": fed | cache.options}
-        return {"kv_cache_config": _plain(self.kv_cache_config)}
+        settings = {"kv_cache_config": _plain(self.kv_cache_config)}
+        return settings | ({"calibrate": list(self.calibrate)} if self.calibrate else {})
 
 
 REFERENCE = Policy(UNQUANTIZED, {"pair_scaling": False, "key_offset_layers": "none"})

@@ -25,6 +25,14 @@ TASKS = ("perplexity", "generation", "needle", "copy", "recall", "lm_eval")
 
 
 @dataclass(frozen=True)
+class CalibrationRecipe:
+    """The text that policies with ``calibrate`` learn from; not the one they are judged by."""
+
+    text: str | None = None
+    tokens: int = 2048
+
+
+@dataclass(frozen=True)
 class GenerationRecipe:
     """Greedy continuations, compared with the unquantized cache's."""
 
@@ -81,6 +89,7 @@ class EvalRecipe:
     block_size: int | None = None
     seed: int = 0
     tasks: tuple[str, ...] = ("perplexity", "generation", "needle", "copy", "recall")
+    calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
     perplexity: WindowRecipe = field(
         default_factory=lambda: WindowRecipe(windows=16, window_tokens=2048)
     )
@@ -156,6 +165,7 @@ class EvalRecipe:
 
 
 _LEAST = {
+    "calibration.tokens": 2,
     "generation.prompts": 1,
     "generation.prompt_tokens": 1,
     "generation.max_tokens": 1,

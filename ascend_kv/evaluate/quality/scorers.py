@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -52,6 +53,8 @@ class PolicyRunner:
     """of the layers; none where the cache is transformers'"""
     block_size: int = 0
     compression: Compression | None = None
+    calibrated: Mapping[str, Any] = field(default_factory=dict)
+    """settings of the cache that were made from the calibration text"""
 
     def open(self, length: int) -> PagedScorer | QuantizedCacheModel:
         """A cache with room for a sequence of ``length`` tokens.
@@ -68,7 +71,7 @@ class PolicyRunner:
 
     def open_llm(self, length: int, sequences: int = 1, texts: bool = False) -> LLM:
         """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``."""
-        options = self.policy.options(self.loaded.dtype)
+        options = self.policy.options(self.loaded.dtype) | self.calibrated
         options.pop("block_size", None)
         if self.compression is not None:
             return LLM(
