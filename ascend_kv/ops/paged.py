@@ -62,7 +62,8 @@ def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch
     if is_by_block(scale):
         fits = shape == (blocks, kv_heads, 1, head_dim)
     elif is_grouped(scale, head_dim):
-        fits = shape[:3] == cache_shape[:3] and shape[3] > 0 and head_dim % shape[3] == 0
+        groups = shape[3]
+        fits = shape[:3] == cache_shape[:3] and 1 < groups < head_dim and head_dim % groups == 0
     elif len(shape) == 3:
         fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
     else:
