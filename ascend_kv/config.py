@@ -163,14 +163,16 @@ class CacheConfig:
         if not isinstance(scales, str | Mapping | None):
             legal = "a file, the directory of a checkpoint, or a mapping"
             raise UsageError("kv_cache_scales", scales, legal)
-        if self.scale_type != "static" and self.kv_cache_scales is not None:
-            raise UsageError("scale_type", self.scale_type, "static with kv_cache_scales")
         layers: object = self.kv_cache_dtype_layers
         if not isinstance(layers, Mapping | None):
             legal = 'a mapping such as {"0..3": "int8"}'
             raise UsageError("kv_cache_dtype_layers", layers, legal)
-        for given in (self.kv_cache_dtype, *(self.kv_cache_dtype_layers or {}).values()):
-            self._check_format(given)
+        given = (self.kv_cache_dtype, *(self.kv_cache_dtype_layers or {}).values())
+        for each in given:
+            self._check_format(each)
+        static = any(each != "auto" and self.spec(each).static for each in given)
+        if self.kv_cache_scales is not None and self.scale_type != "static" and not static:
+            raise UsageError("scale_type", self.scale_type, "static with kv_cache_scales")
 
     def _check_format(self, given: KVCacheDtype) -> None:
         if isinstance(given, str) and not set(given) & set("/:"):

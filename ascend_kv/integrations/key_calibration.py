@@ -85,8 +85,8 @@ def observe_scales(
     finally:
         loaded.folding.use(None)
     entries: dict[str, Any] = {METADATA: {"key_conditioning": keys.conditioning.identity}}
-    for layer, (spec, extremes) in enumerate(zip(formats, _in_order(seen), strict=True)):
-        for side, kind in (("key", spec.key), ("value", spec.value)):
+    for layer, (each, extremes) in enumerate(zip(formats, _in_order(seen), strict=True)):
+        for side, kind in (("key", each.key), ("value", each.value)):
             if kind.static:
                 for name, tensor in _static_scales(kind, extremes.of(side)).items():
                     entries[f"layers.{layer}.{side}_{name}"] = tensor
@@ -154,8 +154,10 @@ def _in_order(seen: Mapping[int, _Range]) -> list[_Range]:
 
 def _static_scales(spec: FormatSpec, extremes: Tensor) -> dict[str, Tensor]:
     """Those that the format would choose, had it only these two tokens to hold."""
+    assert spec.granularity is not None, "only quantized formats have scales"
     dims = reduced_dims(spec.granularity)
     encoded = format_named(spec.name).encode(extremes, dims, spec.symmetric)
+    assert encoded.scale is not None, "only quantized formats have scales"
     # a channel that was always 0 reads back 0 with any scale, and a scale must be above 0
     tensors = {"scale": torch.where(encoded.scale > 0, encoded.scale, 1.0)}
     if encoded.zero_point is not None:
@@ -183,8 +185,8 @@ class _Observer:
         self.rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note(self, module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
-        cosine, sine = keywords.get("position_embeddings") or (None, None)
-        if cosine is not None:
+        if (turns := keywords.get("position_embeddings")) is not None:
+            cosine, sine = turns
             self.rotary[module.layer_idx] = cosine[0], sine[0]
 
     def attend(
@@ -204,9 +206,9 @@ class _Observer:
         positions = torch.arange(len(query), device=query.device)
         distance = positions[:, None] - positions
         mask = (distance >= 0) & ((distance < window) if window else (distance >= 0))
-        heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         output = functional.scaled_dot_product_attention(
-            *heads_first, attn_mask=mask, scale=scaling
+            query, key, value, attn_mask=mask, scale=scaling
         )
         return output[0].transpose(0, 1)
 

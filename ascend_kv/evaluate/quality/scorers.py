@@ -71,7 +71,7 @@ class PolicyRunner:
 
     def open_llm(self, length: int, sequences: int = 1, texts: bool = False) -> LLM:
         """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``."""
-        options = self.policy.options(self.loaded.dtype) | self.calibrated
+        options = {**self.policy.options(self.loaded.dtype), **self.calibrated}
         options.pop("block_size", None)
         if self.compression is not None:
             return LLM(
