@@ -33,6 +33,7 @@ Policies (--policy, as often as you like; in a recipe under "policies:"):
   a format            int8, int4/asymmetric/hadamard, k:int8+v:int4
   cache settings      "{kv_cache_dtype: int8, pair_scaling: false}"
   with a name         "{name: mine, kv_cache_dtype: int8, kv_cache_dtype_skip_layers: [0, -1]}"
+  from a text         "{kv_cache_dtype: int4/kivi, calibrate: [keys]}"; [scales]: static scales
   transformers'       "{name: hqq, huggingface: {backend: hqq, nbits: 4}}"
 
 Tasks (--task, default: all but lm_eval):

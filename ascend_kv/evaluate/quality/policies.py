@@ -179,6 +179,7 @@ DEFAULT_POLICIES = (
         kv_cache_dtype="int4/asymmetric/hadamard",
         **_AS_IT_IS,
     ),
+    _ours("int4/kivi", kv_cache_dtype="int4/kivi"),
     _ours("k:int8+v:int4/asymmetric", kv_cache_dtype="k:int8+v:int4/asymmetric"),
     Policy("HF quanto int4", huggingface=HuggingFaceCache("quanto", 4)),
     Policy("HF hqq int4", huggingface=HuggingFaceCache("hqq", 4, axis_key=1, axis_value=1)),
@@ -241,9 +242,9 @@ def parse_policy(text: str) -> Policy:
         reason = " ".join(str(error).split())
         raise UsageError("--policy", text, "a cache format, or YAML", reason) from error
     if isinstance(entry, Mapping) and not {"kv_cache_config", "huggingface"} & set(entry):
-        config = {key: value for key, value in entry.items() if key != "name"}
-        named = {"name": entry["name"]} if "name" in entry else {}
-        entry = named | {"kv_cache_config": config}
+        frame = {key: value for key, value in entry.items() if key in ("name", "calibrate")}
+        config = {key: value for key, value in entry.items() if key not in frame}
+        entry = frame | {"kv_cache_config": config}
     return read_policy(entry, "--policy")
 
 
