@@ -451,11 +451,11 @@ def test_an_interruption_says_how_to_go_on(
 
 def commands() -> list[list[str]]:
     """Every ``ascend-kv eval`` of its document and its help."""
-    (block,) = re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
     examples = [line.strip() for line in EXAMPLES.splitlines() if line.startswith("  ascend-kv")]
     lines = [
         shlex.split(line.split(" > ")[0], comments=True)
-        for line in [*block.splitlines(), *examples]
+        for line in [*"".join(blocks).splitlines(), *examples]
     ]
     return [words[1:] for words in lines if words]
 

@@ -15,7 +15,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.calibration import calibrate_keys, calibrate_scales, calibration_text
 from ascend_kv.integrations.key_calibration import PIECE_TOKENS, read_key_calibration
 from ascend_kv.integrations.key_planning import condition_keys
-from ascend_kv.integrations.key_statistics import METADATA, save_statistics
+from ascend_kv.integrations.key_statistics import METADATA, fingerprint, save_statistics
 from ascend_kv.integrations.loading import LoadedModel
 
 TEXT = random_tokens(PIECE_TOKENS + 37, seed=11)  # more than one piece, the last one short
@@ -52,6 +52,37 @@ def test_a_mean_key_is_taken_out_and_given_back(weights: LoadedModel) -> None:
             run_in_chunks(weights, keys, TOKENS, chunks), plain, atol=2e-4, rtol=1e-3
         )
     torch.testing.assert_close(run_in_chunks(weights, None, TOKENS), plain)  # nothing stays
+
+
+def test_as_many_tokens_as_heads_do_not_turn_the_axes_of_a_key_norm_round(tmp_path: Path) -> None:
+    weights = load_uneven(tmp_path, **MODELS["qwen3"])
+    keys = conditioned(weights, calibrate_keys(weights, TEXT))
+    tokens = TOKENS[: weights.geometry.num_kv_heads]
+    assert len(tokens) > 1 and not torch.equal(*keys.offsets[0][:2])
+    plain = run_in_chunks(weights, None, tokens)
+    torch.testing.assert_close(run_in_chunks(weights, keys, tokens), plain, atol=1e-4, rtol=1e-3)
+
+
+def test_auto_asks_the_format_and_the_size_of_the_mean(llama: LoadedModel) -> None:
+    entries = calibrate_keys(llama, TEXT)
+    for layer, share in enumerate((0.1, 0.9, 0.4)):
+        deviation = torch.ones_like(entries[f"layers.{layer}.key_deviation"])
+        entries[f"layers.{layer}.key_deviation"] = deviation
+        entries[f"layers.{layer}.key_mean"] = share * deviation
+    seen = read_key_calibration(llama, entries)
+    for name, layers in (("int4", (1,)), ("int8", ()), ("float32", ())):
+        keys = condition_keys(llama, formats_of(llama, name), False, "auto", seen)
+        assert keys.conditioning.offset_layers == layers
+
+
+def test_the_fingerprint_is_of_the_checkpoint_not_of_the_type_it_is_loaded_in(
+    tmp_path: Path,
+) -> None:
+    weights = load_uneven(tmp_path, "bfloat16", **MODELS["qwen2"])
+    own = fingerprint(weights.hf_model)
+    assert fingerprint(weights.hf_model.to(torch.float32)) == own
+    weights.hf_model.model.layers[1].self_attn.k_proj.bias[0] += 1
+    assert fingerprint(weights.hf_model) != own
 
 
 def test_layers_that_turn_by_different_frequencies_keep_their_mean(tmp_path: Path) -> None:

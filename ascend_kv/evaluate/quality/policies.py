@@ -170,6 +170,16 @@ DEFAULT_POLICIES = (
         kv_cache_dtype_skip_layers=[0, 1, -2, -1],
         **_AS_IT_IS,
     ),
+    Policy(
+        "int8, static by channel, keys as they are",
+        {
+            "kv_cache_dtype": "int8",
+            "granularity": "channel",
+            "scale_type": "static",
+            **_AS_IT_IS,
+        },
+        calibrate=("scales",),
+    ),
     _ours("fp8_e4m3", kv_cache_dtype="fp8_e4m3"),
     _ours("fp8_e4m3, keys as they are", kv_cache_dtype="fp8_e4m3", **_AS_IT_IS),
     _ours("int4/asymmetric", kv_cache_dtype="int4/asymmetric"),
@@ -178,6 +188,11 @@ DEFAULT_POLICIES = (
         "int4/asymmetric/hadamard, keys as they are",
         kv_cache_dtype="int4/asymmetric/hadamard",
         **_AS_IT_IS,
+    ),
+    Policy(
+        "int4/asymmetric/hadamard, mean key, pairs as they are",
+        {"kv_cache_dtype": "int4/asymmetric/hadamard", "pair_scaling": False},
+        calibrate=("keys",),
     ),
     _ours("int4/kivi", kv_cache_dtype="int4/kivi"),
     _ours("k:int8+v:int4/asymmetric", kv_cache_dtype="k:int8+v:int4/asymmetric"),
