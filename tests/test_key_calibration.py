@@ -214,3 +214,23 @@ def test_the_calibration_text_is_long_enough_and_not_the_text_of_evaluations() -
     from pydoc_data.topics import topics
 
     assert text[:200] not in "".join(topics.values())
+
+
+def test_static_scales_of_keys_hold_them_at_positions_beyond_the_text(tmp_path: Path) -> None:
+    """Rotation moves a pair's size from one channel to the other as positions grow."""
+    llama = load_uneven(tmp_path, **MODELS["llama"])
+    config = CacheConfig(
+        kv_cache_dtype="int8/channel/static", pair_scaling=False, key_offset_layers="none"
+    )
+    shape = llama.geometry.num_kv_heads, llama.geometry.head_dim
+    largest = 127 * calibrate_scales(llama, config, TEXT[:3])["layers.0.key_scale"].view(shape)
+    model = llama.hf_model.model
+    with torch.inference_mode():
+        layer = model.layers[0]
+        hidden = layer.input_layernorm(model.embed_tokens(torch.tensor(TEXT[:3])))
+        keys = layer.self_attn.k_proj(hidden).view(3, *shape)
+        positions = torch.arange(200)
+        cosine, sine = (x[0, :, None, None] for x in model.rotary_emb(keys, positions[None]))
+        first, second = keys.chunk(2, -1)
+        turned = keys * cosine + torch.cat((-second, first), -1) * sine  # [P, T, N, D]
+    assert (turned.abs().amax((0, 1)) <= largest * (1 + 1e-5)).all()

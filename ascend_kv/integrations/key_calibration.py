@@ -130,13 +130,18 @@ class _Moments:
 
 
 class _Range:
-    """Smallest and largest of one layer's keys and values, ``[N, D]``."""
+    """Smallest and largest of one layer's keys and values, ``[N, D]``.
+
+    Of keys, for any position: the rotary embedding moves what a pair of channels holds from one to
+    the other, so each may come to hold the pair's norm at a position that the text has not.
+    """
 
     def __init__(self) -> None:
         self._sides: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None) -> None:
-        for side, x in (("key", key), ("value", value)):
+        reach = key.float().abs() if rotary is None else _pair_norms(key, rotary[0].shape[-1])
+        for side, x in (("key", torch.cat((reach, -reach))), ("value", value)):
             low, high = x.float().aminmax(dim=0)
             if side in self._sides:
                 low = torch.minimum(low, self._sides[side][0])
@@ -163,6 +168,13 @@ def _static_scales(spec: FormatSpec, extremes: Tensor) -> dict[str, Tensor]:
     if encoded.zero_point is not None:
         tensors["zero_point"] = encoded.zero_point
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _pair_norms(key: Tensor, rotary_dim: int) -> Tensor:
+    """In place of each channel of keys ``[T, N, D]`` the norm of its rotary pair."""
+    turned, rest = key.float().split([rotary_dim, key.shape[-1] - rotary_dim], -1)
+    norms = torch.hypot(*turned.chunk(2, -1))
+    return torch.cat((norms, norms, rest.abs()), -1)
 
 
 def _turn_back(key: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
