@@ -242,8 +242,7 @@ def test_sweep_and_samples(run: Run) -> None:
 
 def test_every_part_is_saved_as_soon_as_it_is_there(run: Run) -> None:
     assert run.saved == [
-        # after the calibration of each scheme, and after the scheme
-        *((number // 2, False, 0, 0, 0, False) for number in range(1, 11)),
+        *((number, False, 0, 0, 0, False) for number in range(6)),  # calibration, then schemes
         *((5, True, quality, 0, 0, False) for quality in range(4)),
         (5, True, 3, 5, 0, False),
         (5, True, 3, 5, 2, False),

@@ -1,9 +1,10 @@
 """The main job: schemes side by side under one KV budget, then what they cost in quality.
 
-Order of a run: plan, schemes as the recipe lists them (each after a calibration, steps of the
-engine from which its speed is predicted, and a warm-up), decode sweep, perplexity, planted key bias
-(on a model of its own), samples. The rest shares one set of weights. ``report.json`` is written
-after every part, so that a run that breaks off has lost nothing but the part it was in.
+Order of a run: plan, calibration (steps of the engine, so that speed can be predicted), schemes as
+the recipe lists them (each warmed up before it is timed), decode sweep, perplexity, planted key
+bias (on a model of its own), samples. The rest shares one set of weights. ``report.json`` is
+written after every part, so that a run that breaks off has lost nothing but the part
+it was in.
 """
 
 from __future__ import annotations
@@ -27,12 +28,7 @@ from ascend_kv.evaluate.model_choice import choose_model, load_text_tokenizer
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
 from ascend_kv.evaluate.profiling import formats_of, record_profiles
-from ascend_kv.evaluate.recipe import (
-    BenchRecipe,
-    SchemeRecipe,
-    name_format,
-    with_real_formats,
-)
+from ascend_kv.evaluate.recipe import BenchRecipe, name_format, with_real_formats
 from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
@@ -87,6 +83,7 @@ def run_main_job(
     text = load_text(text_path)
     job = _MainJob(recipe, text, quick, log)
     for part in (
+        job.run_calibration,
         job.run_schemes,
         job.run_sweep,
         job.run_perplexity,
@@ -169,28 +166,33 @@ class _MainJob:
                     AttentionRoute(part, words, calls, route.reason)
                 )
 
-    def _calibrate(self, scheme: SchemeRecipe, plan: Predicted) -> Predicted:
-        """The plan with the scheme's speed, from steps of the engine with its format.
+    def run_calibration(self) -> Iterator[str]:
+        """Time steps of the engine with every format, so that each scheme's speed is predicted.
 
-        They are timed just before it runs: the same step can take half as long again some minutes
-        later, on machines that are shared and on such as change their clock.
+        As all parts it yields the name of what is done.
         """
         recipe = self.recipe
-        options = cache_options(recipe, scheme.kv_cache_dtype) | {"block_size": self.block_size}
-        with self.log.bar(f"calibration, {scheme.name}", NUM_PARTS, "parts") as advance:
-            costs = measure_costs(self.loaded, options, recipe.max_model_len, advance)
-        speed = predict_speed(recipe, scheme, plan, self.budget, self.requests, costs)
-        return replace(plan, tokens_per_second=speed)
+        for name in dict.fromkeys(scheme.kv_cache_dtype for scheme in recipe.schemes):
+            options = cache_options(recipe, name) | {"block_size": self.block_size}
+            with self.log.bar(f"calibration, {name}", NUM_PARTS, "parts") as advance:
+                costs = measure_costs(self.loaded, options, recipe.max_model_len, advance)
+            self.plans = [
+                replace(
+                    plan,
+                    tokens_per_second=predict_speed(
+                        recipe, scheme, plan, self.budget, self.requests, costs
+                    ),
+                )
+                if scheme.kv_cache_dtype == name
+                else plan
+                for scheme, plan in zip(recipe.schemes, self.plans, strict=True)
+            ]
+        yield "calibration"
 
     def run_schemes(self) -> Iterator[str]:
-        """Serve the requests with every scheme; its speed is predicted first.
-
-        As all parts it yields the names of what is done.
-        """
+        """Serve the requests with every scheme."""
         schemes = self.result.schemes
-        for scheme, unmeasured in zip(self.recipe.schemes, self.plans, strict=True):
-            plan = self._calibrate(scheme, unmeasured)
-            yield f"calibration, {scheme.name}"
+        for scheme, plan in zip(self.recipe.schemes, self.plans, strict=True):
             tokens = self.result.workload.generated_tokens
             with self.log.bar(scheme.name, tokens, "tokens") as advance:
                 measured = run_scheme(
