@@ -22,13 +22,7 @@ from ascend_kv.config import (
     KVCacheScales,
     PairScaling,
     SchedulerConfig,
-    check_quantization_is_used,
     merge_kv_cache_config,
-    plan_blocks,
-    resolve_block_size,
-    resolve_compressed_formats,
-    resolve_formats,
-    resolve_untrained_format,
 )
 from ascend_kv.devices import get_device
 from ascend_kv.engine.batch import Model
@@ -46,6 +40,14 @@ from ascend_kv.integrations.loading import LoadedModel, eos_token_ids, load_mode
 from ascend_kv.integrations.prompts import Prompt, TokenizedPrompt, tokenize
 from ascend_kv.integrations.untrained import make_untrained_cache
 from ascend_kv.ops import platform
+from ascend_kv.resolved_cache import (
+    check_quantization_is_used,
+    plan_blocks,
+    resolve_block_size,
+    resolve_compressed_formats,
+    resolve_formats,
+    resolve_untrained_format,
+)
 from ascend_kv.user_values import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("geometry", "devices", "registry", "metrics", "text_table", "plot_style"),
     ("model_files", "user_values"),
     ("config",),
+    ("resolved_cache",),
     ("formats",),
     ("ops",),
     ("quantize", "cache", "compress", "evict"),
@@ -38,7 +39,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # Modules (and all below them) that work without torch. Annotations may still name its types.
 NO_TORCH = (
-    *(room for rooms in FLOORS[: FLOOR_OF["config"] + 1] for room in rooms),
+    *(room for rooms in FLOORS[: FLOOR_OF["resolved_cache"] + 1] for room in rooms),
     "cache.blocks",
     "cache.tables",
     "cache.group_tables",

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from ascend_kv.config import (
-    CacheConfig,
-    SchedulerConfig,
-    plan_blocks,
-    resolve_block_size,
-    resolve_formats,
-)
+from ascend_kv.config import CacheConfig, SchedulerConfig
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec
+from ascend_kv.resolved_cache import plan_blocks, resolve_block_size, resolve_formats
 
 GEOMETRY = ModelGeometry("llama", 4, 6, 2, 8, 48, 100, 256, "float16", (None,) * 4)
 

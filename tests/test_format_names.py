@@ -8,10 +8,11 @@ import pytest
 from refusals import refused
 
 from ascend_kv.cache_formats import FormatSpec, MixedFormat
-from ascend_kv.config import CacheConfig, resolve_block_size, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.devices import DEVICES, get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec, layer_format
+from ascend_kv.resolved_cache import resolve_block_size, resolve_formats
 from ascend_kv.user_values import from_mapping
 
 GEOMETRY = ModelGeometry("llama", 6, 6, 3, 40, 240, 10, 128, "bfloat16", (None,) * 6)

@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry, format_spec
 from ascend_kv.plan.capacity import Capacity, capacity, describe_formats, explain_memory
+from ascend_kv.resolved_cache import resolve_formats
 
 GEOMETRY = ModelGeometry("llama", 30, 9, 3, 64, 576, 49152, 8192, "float32", (None,) * 30)
 QWEN = ModelGeometry("qwen2", 28, 28, 4, 128, 3584, 152064, 32768, "bfloat16", (None,) * 28)

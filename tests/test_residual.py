@@ -16,13 +16,14 @@ from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.cache.residual import Pieces, ResidualLayer, cut_step
 from ascend_kv.cache.residual_tables import ResidualTables
 from ascend_kv.cache.tables import PagedTables
-from ascend_kv.config import CacheConfig, plan_blocks, resolve_block_size
+from ascend_kv.config import CacheConfig
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.format_names import format_spec, layer_format
 from ascend_kv.geometry import ModelGeometry
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
+from ascend_kv.resolved_cache import plan_blocks, resolve_block_size
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 6, 5
 SCALE = 0.4

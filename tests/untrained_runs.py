@@ -8,14 +8,13 @@ sequence: no cache, no blocks, no operators.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 
 import torch
+from packed_runs import PackedRunner
 
 from ascend_kv.cache.untrained import UntrainedKVCache
 from ascend_kv.cache.untrained_tables import UntrainedTables
-from ascend_kv.engine.batch import Batch
 from ascend_kv.geometry import FORMATS
 from ascend_kv.integrations.attention import STEP_KEYWORD
 from ascend_kv.integrations.loading import LoadedModel
@@ -28,8 +27,8 @@ POLICY = Compression(
 )
 
 
-class Runner:
-    """One cache, sequences by name; every call gives the logits of all tokens it ran."""
+class Runner(PackedRunner):
+    """A cache that compresses."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Runner:
         self.cache = UntrainedKVCache(loaded.geometry, policy, spec, blocks, block_size)
         self.tables = UntrainedTables(policy, blocks, block_size, step)
         self.model = UntrainedModel(loaded, self.cache, policy, 700)
-        self.done: dict[str, int] = {}
+        super().__init__()
         self.poison()
 
     def poison(self) -> None:
@@ -70,27 +69,8 @@ class Runner:
                     part.key[free] = torch.nan
                     part.value[free] = torch.nan
 
-    def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """Run the next tokens of some sequences in one batch; single tokens come first."""
-        items = sorted(work, key=lambda item: len(item[1]) != 1)
-        batch = Batch([], [], [], [], [], [], [], [])
-        for name, tokens in items:
-            assert self.tables.reserve(name, self.done.get(name, 0) + len(tokens))
+    def reserved(self) -> None:
         self.poison_free_blocks()
-        for name, tokens in items:
-            start = self.done.get(name, 0)
-            stop = start + len(tokens)
-            batch.token_ids.extend(tokens)
-            batch.positions.extend(range(start, stop))
-            batch.slot_mapping.extend(self.tables.write(name, start, stop))
-            batch.block_tables.append(self.tables.table(name))
-            batch.query_lengths.append(len(tokens))
-            batch.kv_lengths.append(stop)
-            batch.group_tables.append(self.tables.group_tables(name))
-            self.done[name] = stop
-        batch.logits_indices.extend(range(len(batch.token_ids)))
-        logits = self.model.forward(batch).split([len(tokens) for _, tokens in items])
-        return {name: part for (name, _), part in zip(items, logits, strict=True)}
 
     def in_chunks(self, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
         """All logits of one sequence that comes in chunks of these lengths, over and over."""
@@ -99,20 +79,8 @@ class Runner:
             high = low + chunks[number % len(chunks)]
             parts.append(self.step([("it", tokens[low:high])])["it"])
             low, number = high, number + 1
-        self.tables.release("it")
-        del self.done["it"]
+        self.release("it")
         return torch.cat(parts)
-
-    def mixed(self, sequences: dict[str, list[int]], seed: int = 0) -> dict[str, Tensor]:
-        """All logits of sequences that run side by side in chunks of any length."""
-        rng, parts = random.Random(seed), {name: [] for name in sequences}  # type: ignore[var-annotated]
-        while True:
-            left = {n: t[self.done.get(n, 0) :] for n, t in sequences.items()}
-            work = [(n, t[: rng.choice([1, 1, 1, 2, 7, 40])]) for n, t in left.items() if t]
-            if not work:
-                return {name: torch.cat(part) for name, part in parts.items()}
-            for name, logits in self.step(work).items():
-                parts[name].append(logits)
 
 
 def expected(loaded: LoadedModel, policy: Compression, tokens: Sequence[int]) -> Tensor:

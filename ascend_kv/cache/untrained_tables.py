@@ -152,7 +152,9 @@ class UntrainedTables(SequenceTables):
         self._tokens[sequence] = stop
         for group in self._groups.values():
             group.write(sequence, stop)
-        return token_slots(self._policy, "full", self.table(sequence), start, stop, self.block_size)
+        return slots_of(
+            self._policy, "full", self.table(sequence), start, range(start, stop), self.block_size
+        )
 
     def table(self, sequence: str) -> list[int]:
         return self._full.holdings[sequence].table
@@ -174,10 +176,16 @@ class UntrainedTables(SequenceTables):
         return fullest._replace(groups=tuple(groups.items()))
 
 
-def token_slots(
-    policy: Compression, group: str, table: list[int], start: int, stop: int, block_size: int
+def slots_of(
+    policy: Compression, group: str, table: list[int], start: int, held: range, block_size: int
 ) -> list[int]:
-    """Slots of the tokens ``start`` to ``stop`` - 1 of a step in "full" or "window"."""
+    """Where tokens, or entries, lie in a group during a step.
+
+    Args:
+        table: the sequence's blocks in that group.
+        start: the step's first token.
+        held: their numbers.
+    """
     gap = policy.dropped_blocks(group, start, block_size) * block_size
-    held = range(start - gap, stop - gap)
-    return [table[place // block_size] * block_size + place % block_size for place in held]
+    places = range(held.start - gap, held.stop - gap)
+    return [table[place // block_size] * block_size + place % block_size for place in places]

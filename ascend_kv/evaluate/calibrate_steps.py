@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ascend_kv.cache.paged import PagedKVCache
-from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.request import Status
@@ -29,6 +29,7 @@ from ascend_kv.llm import LLM
 from ascend_kv.plan.calibration import Calibration, MeasuredStep, StepCosts, fit_steps
 from ascend_kv.plan.capacity import describe_formats
 from ascend_kv.plan.performance import Load, load_of
+from ascend_kv.resolved_cache import resolve_formats
 
 PROMPTS = (330, 150, 60, 24, 9)
 """Tokens of the prompts that are really computed, side by side, in chunks of ``CHUNK``."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.integrations.key_calibration import (
@@ -30,6 +30,7 @@ from ascend_kv.integrations.key_calibration import (
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.key_statistics import save_statistics
 from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.resolved_cache import resolve_formats
 
 __all__ = ["calibrate_keys", "calibrate_scales", "calibration_text", "save_statistics"]
 

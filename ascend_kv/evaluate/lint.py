@@ -8,11 +8,9 @@ they are from: measured on this repository's code, or published by others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from ascend_kv.devices import Device, get_device
-from ascend_kv.errors import UsageError
-from ascend_kv.evaluate.lint_case import Case, Lint, refused
+from ascend_kv.evaluate.lint_case import Case, Lint, find_geometry, worst_first
 from ascend_kv.evaluate.lint_formats import (
     look_at_block_size,
     look_at_formats,
@@ -26,7 +24,6 @@ from ascend_kv.evaluate.lint_load import (
     look_at_memory,
 )
 from ascend_kv.evaluate.recipe import BenchRecipe, with_real_formats
-from ascend_kv.model_files import load_geometry
 from ascend_kv.ops import platform
 
 LOOKS: tuple[Callable[[Case], Iterator[Lint]], ...] = (
@@ -53,19 +50,8 @@ def lint_recipe(recipe: BenchRecipe, device: Device, model: str | None) -> list[
     Returns:
         The findings, the worst first.
     """
-    named = model or recipe.model
-    path = Path(named).expanduser() if named else None
-    geometry, found = None, []
-    if path is None or not path.exists():
-        what = "no model is named" if named is None else f"{named} is not on this machine"
-        reason = "What depends on the model was not looked at."
-        found.append(Lint("note", "model", what, reason, "--model DIRECTORY or FILE.gguf"))
-        path = None
-    else:
-        try:
-            geometry = load_geometry(path)
-        except UsageError as error:
-            found.append(refused("model", error, "It cannot be served."))
+    found: list[Lint] = []
+    path, geometry = find_geometry(model or recipe.model, found)
     if geometry is not None and geometry.compressed is not None:
         reason = "bench cannot serve compressed layers: its budget counts bytes by the token."
         remedy = "recipes/deepseek_v4.md, or another model."
@@ -75,8 +61,7 @@ def lint_recipe(recipe: BenchRecipe, device: Device, model: str | None) -> list[
     case = Case(with_real_formats(recipe, model_dtype), device, geometry, path, model_dtype)
     for look in LOOKS:
         found += look(case)
-    order = ("error", "warning", "note")
-    return sorted(dict.fromkeys(found), key=lambda lint: order.index(lint.severity))
+    return worst_first(found)
 
 
 def as_text(path: str, lints: Sequence[Lint]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.schemes import layer_formats, make_budget
 from ascend_kv.geometry import ModelGeometry, layer_format
+from ascend_kv.model_files import load_geometry
 from ascend_kv.plan.capacity import Capacity, capacity
 
 Severity = Literal["error", "warning", "note"]
@@ -86,3 +88,29 @@ def refused(key: str, error: UsageError, reason: str) -> Lint:
     """The error that a ``UsageError`` is for a recipe."""
     found = str(error.given) if error.field == key else f"{error.field}: {error.given}"
     return Lint("error", key, found, reason, f"legal: {error.legal}. {error.hint}".strip())
+
+
+def find_geometry(named: str | None, found: list[Lint]) -> tuple[Path | None, ModelGeometry | None]:
+    """A model's directory or file, and its geometry; None for what is not on this machine.
+
+    Args:
+        named: directory, file or hub id; nothing is fetched.
+        found: gets a finding where one of them is None.
+    """
+    path = Path(named).expanduser() if named else None
+    if path is None or not path.exists():
+        what = "no model is named" if named is None else f"{named} is not on this machine"
+        reason = "What depends on the model was not looked at."
+        found.append(Lint("note", "model", what, reason, "--model DIRECTORY or FILE.gguf"))
+        return None, None
+    try:
+        return path, load_geometry(path)
+    except UsageError as error:
+        found.append(refused("model", error, "It cannot be served."))
+        return path, None
+
+
+def worst_first(found: Iterable[Lint]) -> list[Lint]:
+    """Every finding once, errors before warnings before notes."""
+    order = get_args(Severity)
+    return sorted(dict.fromkeys(found), key=lambda lint: order.index(lint.severity))

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ascend_kv.config import check_block_size
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.lint_case import Case, Lint, refused
 from ascend_kv.evaluate.recipe import BenchRecipe, name_format
 from ascend_kv.geometry import layer_format
 from ascend_kv.model_files import read_json
+from ascend_kv.resolved_cache import check_block_size
 
 _SCALE = re.compile(r"(^|[._])(k|v|key|value)_scale$")
 _WASTE = 0.2

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ascend_kv.config import SchedulerConfig, check_block_size, resolve_formats
+from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import Device, get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.lint_attention import decode_fallbacks
-from ascend_kv.evaluate.lint_case import Lint, refused
+from ascend_kv.evaluate.lint_case import Lint, find_geometry, refused, worst_first
 from ascend_kv.evaluate.quality.policies import Policy
 from ascend_kv.evaluate.quality.recipe import EvalRecipe
 from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec
-from ascend_kv.model_files import load_geometry
+from ascend_kv.resolved_cache import check_block_size, resolve_formats
 
 if TYPE_CHECKING:
     from ascend_kv.evaluate.deepseek_recipe import DeepseekRecipe
@@ -36,18 +36,8 @@ def lint_eval(recipe: EvalRecipe, device: Device, model: str | None) -> list[Lin
     Returns:
         The findings, the worst first.
     """
-    named = model or recipe.model
-    path = Path(named).expanduser() if named else None
-    geometry, found = None, []
-    if path is None or not path.exists():
-        what = "no model is named" if named is None else f"{named} is not on this machine"
-        reason = "What depends on the model was not looked at."
-        found.append(Lint("note", "model", what, reason, "--model DIRECTORY or FILE.gguf"))
-    else:
-        try:
-            geometry = load_geometry(path)
-        except UsageError as error:
-            found.append(refused("model", error, "It cannot be served."))
+    found: list[Lint] = []
+    _, geometry = find_geometry(model or recipe.model, found)
     if geometry is not None and geometry.compressed is not None:
         reason = "eval keeps every token's keys and values; these layers do not."
         return [Lint("error", "model", geometry.model_type, reason, "Another model.")]
@@ -55,8 +45,7 @@ def lint_eval(recipe: EvalRecipe, device: Device, model: str | None) -> list[Lin
         key = f"policies[{number}] ({policy.name})"
         found += _look_at_policy(recipe, policy, key, device, geometry)
     found += _look_at_inputs(recipe, geometry)
-    order = ("error", "warning", "note")
-    return sorted(dict.fromkeys(found), key=lambda lint: order.index(lint.severity))
+    return worst_first(found)
 
 
 def _look_at_policy(

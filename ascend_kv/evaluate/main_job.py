@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ascend_kv.config import SchedulerConfig, check_block_size
+from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
 from ascend_kv.evaluate.calibrate_steps import NUM_PARTS, measure_costs
 from ascend_kv.evaluate.console import Log, print_table
@@ -53,6 +53,7 @@ from ascend_kv.evaluate.tables import plan_table
 from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.evaluate.workload import draw_requests, summarize
 from ascend_kv.ops import platform
+from ascend_kv.resolved_cache import check_block_size
 
 Save = Callable[[BenchResult], None]
 

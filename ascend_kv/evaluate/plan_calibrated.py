@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ascend_kv.config import CacheConfig, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.plan_arguments import named_as_flags
 from ascend_kv.plan.calibration import Calibration, read_calibration
 from ascend_kv.plan.capacity import describe_formats
 from ascend_kv.plan.deployment import ClockMaker, Deployment
+from ascend_kv.resolved_cache import resolve_formats
 
 
 def wanted_calibration(

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from ascend_kv.cache.group_tables import GroupTables
 from ascend_kv.cache.tables import PagedTables, SequenceTables
 from ascend_kv.compressed_layers import plan_groups
-from ascend_kv.config import SchedulerConfig, plan_blocks
+from ascend_kv.config import SchedulerConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.plan_arguments import named_as_flags
 from ascend_kv.evaluate.planning import Plan
 from ascend_kv.plan.deployment import Policy
 from ascend_kv.plan.simulation import Percentiles, Simulation, simulate
 from ascend_kv.plan.sparse_deployment import SparsePolicy, layers_of
+from ascend_kv.resolved_cache import plan_blocks
 from ascend_kv.text_table import TextTable
 
 

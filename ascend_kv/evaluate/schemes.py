@@ -9,7 +9,7 @@ from typing import Any
 
 from ascend_kv.cache.stats import CacheStats
 from ascend_kv.cache.tables import make_tables
-from ascend_kv.config import CacheConfig, SchedulerConfig, resolve_formats
+from ascend_kv.config import CacheConfig, SchedulerConfig
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import RunError
@@ -23,6 +23,7 @@ from ascend_kv.plan.calibration import StepCosts
 from ascend_kv.plan.capacity import capacity
 from ascend_kv.plan.simulation import simulate
 from ascend_kv.plan.traces import Arrival
+from ascend_kv.resolved_cache import resolve_formats
 
 WARM_UP_REQUESTS = 2
 WARM_UP_TOKENS = 4

@@ -44,6 +44,29 @@ class Step(Protocol):
         ...
 
 
+def run_packed(hf_model: Any, batch: Batch, step: object) -> torch.Tensor:
+    """One forward of packed sequences, of which the step does the attention.
+
+    Args:
+        hf_model: whose attention looks for ``STEP_KEYWORD``.
+        batch: what runs.
+        step: a ``Step``, or what a model's own attention takes in its place.
+
+    Returns:
+        Logits ``[len(batch.logits_indices), vocab]`` in the model's type.
+    """
+    device = hf_model.device
+    output = hf_model(
+        input_ids=torch.tensor([batch.token_ids], device=device),
+        position_ids=torch.tensor([batch.positions], device=device),
+        use_cache=False,
+        logits_to_keep=torch.tensor(batch.logits_indices, dtype=torch.int64, device=device),
+        **{STEP_KEYWORD: step},
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
 class CacheStep:
     """Stores a batch's keys and values in the paged cache and attends to what is stored."""
 

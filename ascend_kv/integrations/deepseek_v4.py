@@ -19,7 +19,7 @@ from ascend_kv.cache.compressed import CompressedKVCache
 from ascend_kv.cache.group_tables import GroupTables
 from ascend_kv.compressed_layers import CompressedFormats, least_bytes, plan_groups
 from ascend_kv.engine.batch import Batch
-from ascend_kv.integrations.attention import STEP_KEYWORD
+from ascend_kv.integrations.attention import run_packed
 from ascend_kv.integrations.deepseek_v4_attention import make_rotary_table
 from ascend_kv.integrations.deepseek_v4_step import CompressedStep
 from ascend_kv.integrations.loading import LoadedModel
@@ -64,16 +64,7 @@ class DeepseekV4Model:
             self.library,
             self.routes,
         )
-        device = self._device
-        output = self.loaded.hf_model(
-            input_ids=torch.tensor([batch.token_ids], device=device),
-            position_ids=torch.tensor([batch.positions], device=device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(batch.logits_indices, dtype=torch.int64, device=device),
-            **{STEP_KEYWORD: step},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return run_packed(self.loaded.hf_model, batch, step)
 
 
 def make_compressed_cache(

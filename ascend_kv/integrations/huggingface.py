@@ -6,7 +6,7 @@ import torch
 
 from ascend_kv.cache.paged import PagedKVCache
 from ascend_kv.engine.batch import Batch
-from ascend_kv.integrations.attention import STEP_KEYWORD, CacheStep
+from ascend_kv.integrations.attention import CacheStep, run_packed
 from ascend_kv.integrations.key_conditioning import ConditionedKeys
 from ascend_kv.integrations.loading import LoadedModel
 
@@ -45,12 +45,4 @@ class HuggingFaceModel:
         step = CacheStep(
             self.cache.layers, batch, self.cache.block_size, self._device, self._offset
         )
-        rows = torch.tensor(batch.logits_indices, dtype=torch.int64, device=self._device)
-        output = self.loaded.hf_model(
-            input_ids=torch.tensor([batch.token_ids], device=self._device),
-            position_ids=step.positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            **{STEP_KEYWORD: step},
-        )
-        return output.logits[0]
+        return run_packed(self.loaded.hf_model, batch, step)

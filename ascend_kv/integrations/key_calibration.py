@@ -27,8 +27,8 @@ from ascend_kv.integrations.key_statistics import (
     load_statistics,
     statistics_entries,
 )
-from ascend_kv.integrations.key_weights import find_attention
 from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.integrations.rotary import turn, watched_rotary
 
 Tensor = torch.Tensor
 
@@ -114,11 +114,11 @@ class _Moments:
         self.tokens = 0
         self.total = self.squares = torch.zeros(1, dtype=torch.float64)
 
-    def add(self, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None) -> None:
-        if rotary is None:
+    def add(self, key: Tensor, value: Tensor, angles: Tensor | None) -> None:
+        if angles is None:
             legal = "a model that hands rotary embeddings to its attention"
             raise UsageError("model", "keys without a rotary embedding", legal)
-        unrotated = _turn_back(key, *rotary).to(device="cpu", dtype=torch.float64)
+        unrotated = turn(key, angles, back=True).to(device="cpu", dtype=torch.float64)
         self.tokens += len(key)
         self.total = self.total + unrotated.sum(0)
         self.squares = self.squares + unrotated.square().sum(0)
@@ -139,8 +139,8 @@ class _Range:
     def __init__(self) -> None:
         self._sides: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def add(self, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None) -> None:
-        reach = key.float().abs() if rotary is None else _pair_norms(key, rotary[0].shape[-1])
+    def add(self, key: Tensor, value: Tensor, angles: Tensor | None) -> None:
+        reach = _pair_norms(key, 0 if angles is None else 2 * angles.shape[1])
         for side, x in (("key", torch.cat((reach, -reach))), ("value", value)):
             low, high = x.float().aminmax(dim=0)
             if side in self._sides:
@@ -177,29 +177,12 @@ def _pair_norms(key: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((norms, norms, rest.abs()), -1)
 
 
-def _turn_back(key: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """R(n)^-1 of keys ``[T, N, D]``; cosine and sine ``[T, rotary_dim]``, whatever their factor."""
-    dim = cosine.shape[-1]
-    turned, rest = key.float().split([dim, key.shape[-1] - dim], -1)
-    first, second = turned.chunk(2, -1)
-    other = torch.cat((second, -first), -1)
-    cosine, sine = cosine.float()[:, None], sine.float()[:, None]
-    # a factor on cosine and sine (yarn) is in the key already: divided by its square
-    back = (turned * cosine + other * sine) / (cosine.square() + sine.square())
-    return torch.cat((back, rest), -1)
-
-
 class _Observer:
     """The model's attention over one piece of text, with a look at every layer's keys."""
 
-    def __init__(self, seen: dict[int, Any], kind: Any) -> None:
-        self._seen, self._kind = seen, kind
-        self.rotary: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def note(self, module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
-        if (turns := keywords.get("position_embeddings")) is not None:
-            cosine, sine = turns
-            self.rotary[module.layer_idx] = cosine[0], sine[0]
+    def __init__(self, kind: Any, angles: Mapping[int, Tensor]) -> None:
+        self._kind, self._angles = kind, angles
+        self.seen: dict[int, Any] = {}
 
     def attend(
         self,
@@ -210,9 +193,9 @@ class _Observer:
         scaling: float,
         window: int,
     ) -> Tensor:
-        if layer not in self._seen:
-            self._seen[layer] = self._kind()
-        self._seen[layer].add(key, value, self.rotary.get(layer))
+        if layer not in self.seen:
+            self.seen[layer] = self._kind()
+        self.seen[layer].add(key, value, self._angles.get(layer))
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         positions = torch.arange(len(query), device=query.device)
@@ -232,14 +215,9 @@ def _run(loaded: LoadedModel, token_ids: Sequence[int], kind: Any) -> dict[int, 
         legal = f"{_FEWEST_TOKENS} or more, better a few thousand"
         raise UsageError("calibration text", f"{len(token_ids)} tokens", legal)
     model = loaded.hf_model
-    seen: dict[int, Any] = {}
-    observer = _Observer(seen, kind)
-    hooks = [
-        attention.register_forward_pre_hook(observer.note, with_kwargs=True)
-        for attention, _ in find_attention(model).values()
-    ]
     size = min(PIECE_TOKENS, loaded.geometry.max_position_tokens)
-    try:
+    with watched_rotary(model) as angles:
+        observer = _Observer(kind, angles)
         for start in range(0, len(token_ids), size):
             piece = torch.tensor([list(token_ids[start : start + size])], device=model.device)
             positions = torch.arange(piece.shape[1], device=model.device)[None]
@@ -250,7 +228,4 @@ def _run(loaded: LoadedModel, token_ids: Sequence[int], kind: Any) -> dict[int, 
                 logits_to_keep=1,
                 **{STEP_KEYWORD: observer},
             )
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
+    return observer.seen

@@ -15,6 +15,7 @@ from ascend_kv.geometry import ModelGeometry
 from ascend_kv.integrations.attention import STEP_KEYWORD
 from ascend_kv.integrations.key_offset import KeyOffset
 from ascend_kv.integrations.key_weights import find_attention
+from ascend_kv.integrations.rotary import watched_rotary
 
 Tensor = torch.Tensor
 
@@ -70,13 +71,7 @@ def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
     positions = trial_positions(geometry)
     device = hf_model.device
     recorder = _Recorder()
-    rotary_dims: dict[int, int] = {}
     head_axes: dict[int, int] = {}
-
-    def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
-        cosine, _ = keywords.get("position_embeddings") or (None, None)
-        if cosine is not None:
-            rotary_dims[module.layer_idx] = cosine.shape[-1]
 
     def note_norm(layer: int, output: Any) -> None:
         if isinstance(output, Tensor) and output.dim() == 4:
@@ -84,7 +79,6 @@ def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
 
     hooks = []
     for layer, (attention, _) in find_attention(hf_model).items():
-        hooks.append(attention.register_forward_pre_hook(note, with_kwargs=True))
         if isinstance(getattr(attention, "k_norm", None), nn.Module):
             hooks.append(
                 attention.k_norm.register_forward_hook(
@@ -92,15 +86,17 @@ def try_keys(hf_model: Any, geometry: ModelGeometry) -> dict[int, LayerKeys]:
                 )
             )
     try:
-        hf_model(
-            input_ids=torch.arange(len(positions), device=device)[None] % geometry.vocab_size,
-            position_ids=torch.tensor([positions], device=device),
-            use_cache=False,
-            **{STEP_KEYWORD: recorder},
-        )
+        with watched_rotary(hf_model) as angles:
+            hf_model(
+                input_ids=torch.arange(len(positions), device=device)[None] % geometry.vocab_size,
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+                **{STEP_KEYWORD: recorder},
+            )
     finally:
         for hook in hooks:
             hook.remove()
+    rotary_dims = {layer: 2 * x.shape[1] for layer, x in angles.items()}
     return {
         layer: LayerKeys(query, key, rotary_dims.get(layer), head_axes.get(layer))
         for layer, (query, key) in recorder.seen.items()

@@ -21,7 +21,7 @@ from ascend_kv.cache.untrained_tables import UntrainedTables
 from ascend_kv.engine.batch import Batch
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import FormatSpec
-from ascend_kv.integrations.attention import STEP_KEYWORD
+from ascend_kv.integrations.attention import run_packed
 from ascend_kv.integrations.key_offset import make_rotary_table
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.integrations.untrained_step import UntrainedStep
@@ -54,16 +54,7 @@ class UntrainedModel:
         """Logits ``[len(batch.logits_indices), vocab]`` in the model's type."""
         self.loaded.folding.use(None)
         step = UntrainedStep(self.cache, self._policy, batch, self._rotary_table, self._device)
-        rows = torch.tensor(batch.logits_indices, dtype=torch.int64, device=self._device)
-        output = self.loaded.hf_model(
-            input_ids=torch.tensor([batch.token_ids], device=self._device),
-            position_ids=step.positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            **{STEP_KEYWORD: step},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return run_packed(self.loaded.hf_model, batch, step)
 
 
 def check_model(loaded: LoadedModel) -> None:

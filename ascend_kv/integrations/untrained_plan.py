@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from ascend_kv.cache.untrained_tables import token_slots
+from ascend_kv.cache.untrained_tables import slots_of
 from ascend_kv.engine.batch import Batch
-from ascend_kv.untrained_compression import CSA_RATIO, FINE_IN_COARSE, HCA_RATIO, Compression
+from ascend_kv.untrained_compression import CSA_RATIO, FINE_IN_COARSE, Compression
 
 Tensor = torch.Tensor
 
@@ -87,7 +87,7 @@ def plan_tokens(
     listed: list[list[int]] = []
     for span in spans:
         table = batch.group_tables[span.number][group]
-        slots += token_slots(policy, group, table, span.start, span.stop, size)
+        slots += slots_of(policy, group, table, span.start, range(span.start, span.stop), size)
         gap = policy.dropped_blocks(group, span.start, size) * size
         late = span.late_start(policy)
         for side, low, high in ((0, span.start, late), (1, late, span.stop)):
@@ -115,50 +115,23 @@ def plan_tokens(
     )
 
 
-def plan_fine(
-    policy: Compression, spans: Sequence[Span], batch: Batch, size: int, device: torch.device
+def plan_entries(
+    group: str,
+    policy: Compression,
+    spans: Sequence[Span],
+    batch: Batch,
+    size: int,
+    device: torch.device,
 ) -> EntriesPlan:
-    """Of "csa", whose entries are made of tokens in "full"."""
+    """Of "csa", whose entries are made of tokens in "full", or "hca", made of entries of "csa"."""
+    if group == "csa":
+        source, count, ratio, tokens, begin = "full", policy.fine, CSA_RATIO, 1, policy.sinks
+    else:
+        source, count, ratio, tokens, begin = "csa", policy.coarse, FINE_IN_COARSE, CSA_RATIO, 0
+    origin = policy.sinks - tokens * begin  # position of unit 0
     sources: list[int] = []
     positions: list[int] = []
     lengths: list[int] = []
-    for span in spans:
-        low, high = policy.fine(span.start), policy.fine(span.stop)
-        units = range(policy.sinks + CSA_RATIO * low, policy.sinks + CSA_RATIO * high)
-        table = batch.group_tables[span.number]["full"]
-        gap = policy.dropped_blocks("full", span.start, size) * size
-        sources += (table[(p - gap) // size] * size + (p - gap) % size for p in units)
-        positions += units
-        lengths.append(len(units))
-    new = (index(sources, device), index(positions, device), lengths)
-    return _plan_entries("csa", policy, spans, batch, size, device, new)
-
-
-def plan_coarse(
-    policy: Compression, spans: Sequence[Span], batch: Batch, size: int, device: torch.device
-) -> EntriesPlan:
-    """Of "hca", whose entries are made of entries of "csa"."""
-    sources: list[int] = []
-    positions: list[int] = []
-    lengths: list[int] = []
-    for span in spans:
-        low, high = policy.coarse(span.start), policy.coarse(span.stop)
-        units = range(FINE_IN_COARSE * low, FINE_IN_COARSE * high)
-        table = batch.group_tables[span.number]["csa"]
-        gap = policy.dropped_blocks("csa", span.start, size) * size
-        sources += (table[(e - gap) // size] * size + (e - gap) % size for e in units)
-        positions += (policy.sinks + CSA_RATIO * e for e in units)
-        lengths.append(len(units))
-    new = (index(sources, device), index(positions, device), lengths)
-    return _plan_entries("hca", policy, spans, batch, size, device, new)
-
-
-def _plan_entries(
-    group: str, policy: Compression, spans: Sequence[Span], batch: Batch, size: int,
-    device: torch.device, made: tuple[Tensor, Tensor, list[int]],
-) -> EntriesPlan:  # fmt: skip
-    ratio = CSA_RATIO if group == "csa" else HCA_RATIO
-    count = policy.fine if group == "csa" else policy.coarse
     targets: list[int] = []
     target_positions: list[int] = []
     tables: list[list[int]] = []
@@ -166,20 +139,25 @@ def _plan_entries(
     first: list[int] = []
     last: list[int] = []
     for span in spans:
-        table = batch.group_tables[span.number][group]
-        gap = policy.dropped_blocks(group, span.start, size) * size
+        blocks = batch.group_tables[span.number]
         entries = range(count(span.start), count(span.stop))
-        targets += (table[(e - gap) // size] * size + (e - gap) % size for e in entries)
-        target_positions += (policy.sinks + ratio * e for e in entries)
+        units = range(begin + ratio * entries.start, begin + ratio * entries.stop)
+        sources += slots_of(policy, source, blocks[source], span.start, units, size)
+        positions += (origin + tokens * unit for unit in units)
+        lengths.append(len(units))
+        targets += slots_of(policy, group, blocks[group], span.start, entries, size)
+        target_positions += (policy.sinks + tokens * ratio * entry for entry in entries)
         late = span.late_start(policy)
         if late == span.stop:
             continue
+        gap = policy.dropped_blocks(group, span.start, size) * size
         held.append(count(span.stop) - gap)
-        tables.append(table[: -(-held[-1] // size)])
+        tables.append(blocks[group][: -(-held[-1] // size)])
         for n in range(late + 1, span.stop + 1):
-            begin = FINE_IN_COARSE * policy.coarse(n) if group == "csa" else 0
-            first.append(begin - gap)
+            low = FINE_IN_COARSE * policy.coarse(n) if group == "csa" else 0
+            first.append(low - gap)
             last.append(count(n) - gap)
+    made = index(sources, device), index(positions, device), lengths
     new = NewEntries(*made, index(targets, device), index(target_positions, device))
     return EntriesPlan(new, pad(tables, device), held, first, last)
 

@@ -26,13 +26,13 @@ from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.cache.untrained import UntrainedKVCache, UntrainedLayerCache
 from ascend_kv.engine.batch import Batch
+from ascend_kv.integrations.rotary import turn
 from ascend_kv.integrations.untrained_plan import (
     EntriesPlan,
     NewEntries,
     TokensPlan,
     late_rows,
-    plan_coarse,
-    plan_fine,
+    plan_entries,
     plan_tokens,
     spans_of,
 )
@@ -76,9 +76,9 @@ class UntrainedStep:
         self._late = late_rows(policy, spans, device)
         self._fine = self._coarse = None
         if len(self._late):
-            self._fine = plan_fine(policy, spans, batch, size, device)
+            self._fine = plan_entries("csa", policy, spans, batch, size, device)
             if "hca" in cache.blocks:
-                self._coarse = plan_coarse(policy, spans, batch, size, device)
+                self._coarse = plan_entries("hca", policy, spans, batch, size, device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
@@ -220,19 +220,6 @@ class UntrainedStep:
                     listed[:, low:high] = best.view(kv_heads, high - low, top_k)
             row += queries
         return listed
-
-
-def turn(x: Tensor, angles: Tensor, back: bool = False) -> Tensor:
-    """``[n, N, D]`` in float32, turned in halves by cosines and sines ``[n, D / 2, 2]``.
-
-    Back divides by what some rotary embeddings (yarn) multiply both with.
-    """
-    cosine, sine = angles[:, None].unbind(-1)
-    if back:
-        square = cosine.square() + sine.square()
-        cosine, sine = cosine / square, -sine / square
-    first, second = x.to(torch.float32).chunk(2, -1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
 def _read(pages: Tensor, slots: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ascend_kv.config import ALLOCATORS, plan_blocks
+from ascend_kv.config import ALLOCATORS
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, ModelGeometry
+from ascend_kv.resolved_cache import plan_blocks
 from ascend_kv.user_values import format_bytes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ascend_kv.config import CacheConfig, resolve_block_size, resolve_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import LayerFormat, ModelGeometry
@@ -37,6 +37,7 @@ from ascend_kv.plan.performance import (
     roofline_clock,
 )
 from ascend_kv.plan.weight_formats import WeightFormat
+from ascend_kv.resolved_cache import resolve_block_size, resolve_formats
 from ascend_kv.user_values import format_bytes
 
 Lengths = Sequence[tuple[int, int]]

@@ -18,13 +18,14 @@ from ascend_kv.compressed_layers import (
     least_bytes,
     plan_groups,
 )
-from ascend_kv.config import CacheConfig, resolve_block_size, resolve_compressed_formats
+from ascend_kv.config import CacheConfig
 from ascend_kv.geometry import FORMATS, format_spec
 from ascend_kv.plan.capacity import check_lengths, mean_blocks
 from ascend_kv.plan.deployment import Deployment, latencies_of
 from ascend_kv.plan.memory import Budget, Part, activations_part, fixed_parts, weights_part
 from ascend_kv.plan.performance import Clock, Latency, has_rates
 from ascend_kv.plan.sparse import SparseCosts, SparseModel, sparse_clock, sparse_model
+from ascend_kv.resolved_cache import resolve_block_size, resolve_compressed_formats
 
 _SCORES_AT_ONCE = 1 << 22
 """Scores of the indexer in memory at once, and tens of bytes for each (``deepseek_v4_indexer``)."""

@@ -10,7 +10,6 @@ import torch
 
 from ascend_kv.cache.untrained import sequence_bytes
 from ascend_kv.cache.untrained_tables import UntrainedTables
-from ascend_kv.config import resolve_block_size, resolve_formats, resolve_untrained_format
 from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.quality.policies import UNQUANTIZED, Policy
@@ -24,6 +23,7 @@ from ascend_kv.integrations.untrained import check_model, least_untrained_bytes
 from ascend_kv.llm import LLM
 from ascend_kv.ops import platform
 from ascend_kv.plan.capacity import describe_formats
+from ascend_kv.resolved_cache import resolve_block_size, resolve_formats, resolve_untrained_format
 from ascend_kv.untrained_compression import Compression
 
 
