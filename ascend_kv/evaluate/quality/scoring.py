@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 Tensor = torch.Tensor
-_ROWS = 32
-"""Rows of the vocabulary's width in float64 at once."""
+_AT_ONCE = 2**19
+"""Numbers in float64 at once, so that what one step leaves is still in the cache for the next."""
 
 
 class Scorer(Protocol):
@@ -62,7 +62,7 @@ class WindowScores:
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """``[tokens, vocab]`` float64 on the host."""
-    return torch.cat([_normalize(rows) for rows in logits.split(_ROWS)])
+    return torch.cat([_normalize(rows) for rows in logits.split(_rows(logits))])
 
 
 def score_chunk(logits: Tensor, reference: Tensor, targets: Tensor) -> Scores:
@@ -74,8 +74,9 @@ def score_chunk(logits: Tensor, reference: Tensor, targets: Tensor) -> Scores:
         targets: ``[T]`` int64, what really follows.
     """
     parts: list[Tensor] = []
+    few = _rows(logits)
     for ours, theirs, wanted in zip(
-        logits.split(_ROWS), reference.split(_ROWS), targets.split(_ROWS), strict=True
+        logits.split(few), reference.split(few), targets.split(few), strict=True
     ):
         log_q = _normalize(ours)
         # Where p is 0 the term is 0, whatever log p - log q gives.
@@ -143,3 +144,7 @@ def _timed(
 
 def _normalize(logits: Tensor) -> Tensor:
     return logits.to(device="cpu", dtype=torch.float64).log_softmax(-1)
+
+
+def _rows(logits: Tensor) -> int:
+    return max(1, _AT_ONCE // logits.shape[-1])
