@@ -38,7 +38,7 @@ class FormatSpec:
         scale_bits: bits of one scale, and of one zero point; 0 for unquantized formats.
         static: whether the scales are given beforehand; otherwise every token makes its own.
         group_size: channels that share a scale where the granularity is "group".
-        hadamard: whether keys are stored rotated, which queries then are too; costs no bytes.
+        hadamard: whether they are stored rotated (``formats.hadamard``); costs no bytes.
     """
 
     name: str

@@ -190,12 +190,13 @@ def layer_format(given: str | Mapping[str, Any], **defaults: Any) -> LayerFormat
 
     Args:
         given: what ``format_spec`` takes, for both; or ``"k:...+v:..."`` or a mapping from "k" and
-            "v" to such names.
+            "v" to such names. A rotation that is named for both is of keys alone: it is they that
+            have large channels; ``v:`` asks for that of values.
         defaults: the other arguments of ``format_spec``, for whatever is quantized.
 
     Raises:
         UsageError: as ``format_spec``; also a side that is missing or unknown, scales of which
-            only one side's are static, or values that are to be rotated by name.
+            only one side's are static.
     """
     sides = _sides(given)
     if sides is None:
@@ -207,13 +208,11 @@ def layer_format(given: str | Mapping[str, Any], **defaults: Any) -> LayerFormat
         return MixedFormat(both, dataclasses.replace(both, hadamard=False))
     key, value = (format_spec(sides[side], **defaults) for side in ("k", "v"))
     _check_value(key, value)
-    if value.hadamard:
-        hint = "Only keys are rotated: their product with the query does not notice."
-        raise UsageError(f"{_FIELD} v", str(value), "the same without hadamard", hint)
     if key.quantized and value.quantized and key.static != value.static:
         hint = "Static scales of keys and values come together, or none."
         raise UsageError(_FIELD, f"k:{key}+v:{value}", "both static or both dynamic", hint)
-    return key if key == value else MixedFormat(key, value)
+    alike = key == value and not key.hadamard  # whose name for both is of keys alone
+    return key if alike else MixedFormat(key, value)
 
 
 def _check_value(key: FormatSpec, value: FormatSpec) -> None:

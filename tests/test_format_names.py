@@ -82,6 +82,9 @@ def test_keys_and_values_of_their_own() -> None:
     # of a name for both only the keys are rotated
     both = layer_format("int4/hadamard")
     assert (both.key.hadamard, both.value.hadamard) == (True, False)
+    turned = layer_format("k:int4/hadamard+v:int4/hadamard")
+    assert (turned.key.hadamard, turned.value.hadamard) == (True, True)
+    assert layer_format(str(turned)) == turned
     static = layer_format("k:int8/channel/static+v:fp8/head/static")
     assert static.static_bytes(5, 64, 100) == 5 * 64 * 4 + 5 * 4
     assert layer_format({"k": "bf16", "v": "bf16"}) == format_spec("bfloat16")
@@ -105,7 +108,7 @@ def test_keys_and_values_of_their_own() -> None:
         ("k:int8+v:int8+v:int4", "kv_cache_dtype", '"k:int8+v:int4"'),
         ({"k": "int8"}, "kv_cache_dtype", '"k:int8+v:int4"'),
         ({"k": "int8", "v": 4}, "kv_cache_dtype", '"k:int8+v:int4"'),
-        ("k:int8+v:int4/hadamard", "kv_cache_dtype v", "without hadamard"),
+        ("k:int8+v:int8/hadamard", "kv_cache_dtype", "int8, or int4/hadamard"),
         ("k:int8/head/static+v:int8", "kv_cache_dtype", "both static or both dynamic"),
     ],
 )
@@ -121,6 +124,7 @@ def test_what_is_refused(given: Any, field: str, legal: str) -> None:
         ("int4", 41, "two channels in a byte"),
         ("k:int8+v:int4", 41, "two channels in a byte"),
         ("int4/hadamard", 44, "mix 4 channels"),
+        ("k:int8+v:int4/hadamard", 44, "mix 4 channels"),
         ("int4/group5", 40, "even"),
         ("int8/group7", 40, "smaller than a head"),
     ],

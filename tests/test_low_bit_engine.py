@@ -36,6 +36,8 @@ FORMATS = [
     "int4/asymmetric/hadamard",
     "k:int8+v:int4",
     "k:int4/hadamard+v:fp8",
+    "k:int8+v:int4/asymmetric/hadamard",
+    "k:int4/hadamard+v:int4/hadamard",
     "k:float32+v:int4/asymmetric",
 ]
 
@@ -65,12 +67,16 @@ class OracleStep:
         q, k, v = (x.double().numpy().transpose(1, 0, 2) for x in (query, key, value))
         if spec.key.hadamard:
             q, k = _rotated(q), _rotated(k)
+        if spec.value.hadamard:
+            v = _rotated(v)
         group = len(q) // len(k)
         k, v = (np.repeat(_through(x, s), group, 0) for x, s in ((k, spec.key), (v, spec.value)))
         scores = np.einsum("hqd,hkd->hqk", q, k) * scaling
         scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         output = np.einsum("hqk,hkd->qhd", p / p.sum(-1, keepdims=True), v)
+        if spec.value.hadamard:
+            output = _rotated(output)  # its own inverse
         return torch.tensor(output, dtype=query.dtype)
 
 

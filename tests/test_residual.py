@@ -33,6 +33,7 @@ NAMES = [
     "k:int4/channel/asymmetric+v:fp8",
     "k:int4/channel/asymmetric+v:int4/group2/asymmetric",
     "k:int4/channel/asymmetric+v:float16",
+    "k:int4/channel/asymmetric+v:int4/asymmetric/hadamard",
 ]
 CUTS = [[23], [1] * 23, [4, 1, 5, 13], [5, 5, 10, 3], [2, 21]]
 
@@ -87,6 +88,9 @@ def oracle(
 ) -> np.ndarray:
     """Token by token: full blocks before a token's own as stored, its own in half."""
     spec, (query, key, value) = layer_format(name), text
+    turned = spec.value.hadamard
+    if turned:
+        value = torch.tensor(rotated(value.numpy()) / 2, dtype=torch.float32)
     halves = [x.to(torch.float16).double().numpy() for x in (key, value)]
     output = np.zeros(query.shape)
     for t in range(len(query)):
@@ -103,7 +107,12 @@ def oracle(
                 score += bias[t, h, first : t + 1].double().numpy()
             p = np.exp(score - score.max())
             output[t, h] = p @ v / p.sum()
-    return output
+    return rotated(output) if turned else output
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Pairs of channels, of which DIM has an odd number."""
+    return (x.reshape(*x.shape[:2], DIM // 2, 2) @ oracle_formats.hadamard(2)).reshape(x.shape)
 
 
 def bias_of(

@@ -9,7 +9,7 @@ the same shape where it is asymmetric::
     channel [K, N, 1, D]    of INT4 keys                                 beside every block
 
 Static scales of token and token_head are a table by position beside these, from which a token
-takes its scale when it is stored. Where the format says so, keys are stored rotated
+takes its scale when it is stored. Where the format says so, keys or values are stored rotated
 (``formats.hadamard``). Scales beside every block come with an open block of every sequence:
 ``cache.residual``. K blocks, N KV heads, S tokens a block, D head_dim, g channels
 a group.
@@ -43,7 +43,8 @@ class LayerCache(NamedTuple):
     key_zero_point: Tensor | None = None
     value_zero_point: Tensor | None = None
     static: StaticScales | None = None
-    rotated: bool = False
+    rotated_keys: bool = False
+    rotated_values: bool = False
 
     @property
     def block_tensors(self) -> tuple[Tensor, ...]:
@@ -90,8 +91,10 @@ class LayerCache(NamedTuple):
         if self.static is not None:
             self.static.count(key, value, positions)
             self._place_scales(self.static, slots, positions)
-        if self.rotated:
+        if self.rotated_keys:
             key = rotate_keys(key)
+        if self.rotated_values:
+            value = rotate_keys(value)
         dynamic = self.static is None
         ops.kv_cache_store(key, value, self.key, self.value, slots, **self.scales, dynamic=dynamic)
 
@@ -113,7 +116,7 @@ class LayerCache(NamedTuple):
         Raises:
             UsageError: as the operator.
         """
-        asked = rotate_queries(query) if self.rotated else query
+        asked = rotate_queries(query) if self.rotated_keys else query
         output, _ = ops.paged_attention(
             asked,
             self.key,
@@ -125,6 +128,8 @@ class LayerCache(NamedTuple):
             **self.scales,
             **options,
         )
+        if self.rotated_values:
+            output = rotate_queries(output)
         return output.to(query.dtype)
 
     def _place_scales(self, static: StaticScales, slots: Tensor, positions: Tensor) -> None:
@@ -212,7 +217,12 @@ def _allocate_layer(
         tensors |= _allocate_side(side, spec, shape, device)
     if static is not None:
         tensors = static.tensors | tensors
-    return LayerCache(**tensors, static=static, rotated=layer.key.hadamard)
+    return LayerCache(
+        **tensors,
+        static=static,
+        rotated_keys=layer.key.hadamard,
+        rotated_values=layer.value.hadamard,
+    )
 
 
 def _allocate_side(

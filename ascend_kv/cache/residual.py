@@ -31,6 +31,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.cache_formats import FormatSpec, LayerFormat
+from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
 
 if TYPE_CHECKING:
     from ascend_kv.cache.paged import LayerCache
@@ -208,6 +209,8 @@ class ResidualLayer:
             softmax_scale, window: as ``paged_attention``'s.
             bias: what the scores lack.
         """
+        if self.format.value.hadamard:
+            value = rotate_keys(value)
         outputs = []
         for some in step:
             open_key, open_value, places = self._store(key[some.rows], value[some.rows], some)
@@ -220,7 +223,10 @@ class ResidualLayer:
                 )
         if not outputs:
             return torch.empty_like(query)
-        return torch.cat(outputs).to(query.dtype)
+        output = torch.cat(outputs)
+        if self.format.value.hadamard:
+            output = rotate_queries(output)
+        return output.to(query.dtype)
 
     def _store(self, key: Tensor, value: Tensor, some: Pieces) -> tuple[Tensor, Tensor, Tensor]:
         """Open blocks ``[any, N, S, D]`` of keys and values, and which is each piece's ``[P]``."""

@@ -1,4 +1,4 @@
-"""Keys rotated before they are stored, so that their channels become alike, and queries with them.
+"""Keys and values rotated before they are stored, so that their channels become alike.
 
 With H the Hadamard matrix of n channels (entries +-1, H H = n I) the product of a query and a key
 stays what it is::
@@ -9,6 +9,11 @@ so nothing has to be turned back: scores come out as they are. One large channel
 all n, where it costs a quantization step of all a little instead of drowning the others. The
 factors are powers of two, a the larger half of log2 n, so that they round nothing and rotated keys
 are about as large as keys.
+
+Values are rotated as keys are where the format of values says so. Attention's output is a weighted
+sum of values, rotated with them, and goes back as queries go there, for H H = n I:
+2^-b H (sum p 2^-a H v) = sum p v. It costs a transform for every stored value and every output,
+whatever the context.
 
 n is the largest power of two that divides head_dim D; the D / n runs of n channels are rotated each
 by itself. Keys arrive rotated by position already (RoPE): that does not commute with H, so H comes
@@ -29,13 +34,14 @@ Tensor = torch.Tensor
 
 
 def rotate_keys(key: Tensor) -> Tensor:
-    """``[..., D]`` in any float type to float32, as keys are stored."""
+    """``[..., D]`` in any float type to float32, as keys, and values, are stored."""
     exponent = _exponent(key)
     return _transform(key) * 2.0 ** -(exponent - exponent // 2)
 
 
 def rotate_queries(query: Tensor) -> Tensor:
-    """``[..., D]`` in any float type to float32, as rotated keys want them."""
+    """``[..., D]`` in any float type to float32, as rotated keys want them; outputs of rotated
+    values back to what they are."""
     return _transform(query) * 2.0 ** -(_exponent(query) // 2)
 
 
