@@ -16,6 +16,7 @@ from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
     Budget,
+    CalibrationRun,
     FormatPerplexity,
     Measured,
     ModelInfo,
@@ -28,6 +29,7 @@ from ascend_kv.evaluate.results import (
     SweepPoint,
     TextInfo,
     Timeline,
+    check_speed,
 )
 from ascend_kv.evaluate.workload import WorkloadSummary
 
@@ -73,11 +75,14 @@ def write_recipe(path: Path, **changes: Any) -> Path:
     return path
 
 
+CALIBRATION = CalibrationRun(12.0, 36, 0.02)
+
+
 def make_scheme(
     name: str, allocator: str, kv_cache_dtype: str, batch: str, speed: float, ratio: float
 ) -> SchemeResult:
     """A scheme with round figures; nothing has run."""
-    predicted = Predicted(8, 1000, 90, 1_440_000, 4.0, 8.5, 11.25)
+    predicted = Predicted(8, 1000, 90, 1_440_000, 4.0, 8.5, 11.25, 1.5 * speed)
     measured = Measured(
         wall_seconds=1000 / speed,
         generated_tokens=1000,
@@ -96,9 +101,12 @@ def make_scheme(
         preemptions=3,
         recomputed_tokens=1234,
         key_conditioning="keys as the model makes them",
+        speed_probes=9,
+        speed_probe_seconds=0.025,
         timeline=Timeline([0.0, 1.0, 2.0], [8, 8, 4], [0.95, 0.97, 0.96]),
     )
-    return SchemeResult(name, allocator, kv_cache_dtype, batch, predicted, measured, ratio)
+    check = check_speed(predicted, measured, CALIBRATION)
+    return SchemeResult(name, allocator, kv_cache_dtype, batch, predicted, measured, check, ratio)
 
 
 def make_result() -> BenchResult:
@@ -118,6 +126,7 @@ def make_result() -> BenchResult:
         budget=Budget(1_500_000, 4, 1024, "float16", 16),
         workload=WorkloadSummary(24, 80.0, 32, 150, 60.0, 20, 130, 140.0, 1440),
         recipe={"workload": {"prompt_tokens": length, "output_tokens": length}},
+        calibration=CALIBRATION,
         schemes=schemes,
         factors=find_factors(schemes),
         perplexity=Perplexity(

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 
 from ascend_kv.cache import paged
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.evaluate import default_model, main_job, model_choice
+from ascend_kv.evaluate import default_model, main_job, model_choice, speed_probe
+from ascend_kv.evaluate import schemes as schemes_module
 from ascend_kv.evaluate.console import Log
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.main_job import run_main_job
@@ -25,9 +27,14 @@ from ascend_kv.evaluate.recipe import (
     BenchRecipe,
     load_recipe,
 )
-from ascend_kv.evaluate.results import BenchResult, SchemeResult
+from ascend_kv.evaluate.results import BenchResult, SchemeResult, check_speed
+from ascend_kv.evaluate.schemes import predict, run_scheme, simulate_scheme
+from ascend_kv.evaluate.speed_probe import SpeedProbe
+from ascend_kv.evaluate.text import load_text
+from ascend_kv.integrations.loading import load_model
 from ascend_kv.ops import fused_execute
 from ascend_kv.ops.fused_execute import Route
+from ascend_kv.plan.calibration import BATCHES, StepCosts
 
 REPOSITORY = Path(__file__).parents[1]
 ELEMENTS = 3 * 2 * 8  # layers, KV heads and head_dim of the tiny model
@@ -95,8 +102,51 @@ def test_allocated_bytes_are_those_of_the_geometry(schemes: dict[str, SchemeResu
 def test_speed_is_predicted_before_it_is_measured(run: Run) -> None:
     speeds = [scheme.predicted.tokens_per_second for scheme in run.result.schemes]
     assert all(speed is not None and speed > 0 for speed in speeds)
+    assert run.result.calibration is not None
+    for scheme in run.result.schemes:
+        assert scheme.speed_check == check_speed(
+            scheme.predicted, scheme.measured, run.result.calibration
+        )
     (line,) = [line for line in run.said.getvalue().splitlines() if line.startswith("one:")]
     assert "tokens/s" in line  # of the run; the prediction is in the report, beside it
+
+
+def test_the_steps_that_are_simulated_are_those_that_run(run: Run, model: Path) -> None:
+    """So that only how long they take can be predicted wrong."""
+    loaded = load_model(model)
+    job = main_job._MainJob(run.recipe, load_text(None), False, Log(Console(file=io.StringIO())))
+    costs = StepCosts((1.0,) * len(BATCHES), 0.0, 0.0, 0.0, 0.0)  # every step takes a second
+    for scheme, result in zip(job.recipe.schemes, run.result.schemes, strict=True):
+        plan = predict(job.recipe, scheme, loaded.geometry, loaded.dtype, job.budget, job.requests)
+        simulated = simulate_scheme(job.recipe, scheme, plan, job.budget, job.requests, costs)
+        assert simulated.seconds == simulated.steps == result.measured.steps
+        assert simulated.output_tokens == result.measured.generated_tokens
+        assert simulated.preemptions == result.measured.preemptions
+        assert simulated.recomputed_tokens == result.measured.recomputed_tokens
+        assert simulated.batch_peak == result.measured.batch_peak
+
+
+def test_what_the_probes_take_is_not_measured(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a step takes a second, and a probe a hundred."""
+    job = main_job._MainJob(run.recipe, load_text(None), False, Log(Console(file=io.StringIO())))
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(schemes_module, "time", clock)
+    monkeypatch.setattr(speed_probe, "time", clock)
+    monkeypatch.setattr(SpeedProbe, "_run", lambda probe: spend(100))
+    measured = run_scheme(
+        job.recipe, job.recipe.schemes[0], job.plans[0], job.loaded, job.budget, job.requests,
+        job.probe, lambda tokens: spend(1),
+    )  # fmt: skip
+    assert measured.wall_seconds == measured.steps
+    assert measured.speed_probe_seconds == 100
+    assert measured.speed_probes == measured.steps + 2  # one before, one after each, one at last
 
 
 def test_all_schemes_do_the_same_work(run: Run) -> None:

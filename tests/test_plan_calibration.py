@@ -69,6 +69,28 @@ def test_a_fit_finds_the_costs_that_made_the_steps() -> None:
     assert 0 < fit_steps(make_steps(0.1)).spread < 0.1
 
 
+def test_steps_that_were_held_up_count_in_full() -> None:
+    """Every third step takes three times as long: the mean step does 5 / 3 of what most do."""
+    steps = [
+        MeasuredStep(step.load, step.seconds * (3.0 if number == 2 else 1.0))
+        for step in make_steps()
+        for number in range(3)
+    ]
+    found = fit_steps(steps)
+    for step in make_steps():
+        assert found.step_time(step.load).seconds == pytest.approx(step.seconds * 5 / 3)
+    total = sum(step.seconds for step in steps)
+    assert sum(found.step_time(step.load).seconds for step in steps) == pytest.approx(total)
+
+
+def test_a_load_that_costs_nothing_can_be_fitted() -> None:
+    """Where context explains everything, steps without one are fitted with 0 seconds."""
+    steps = [MeasuredStep(Load(1, context), 1e-3 * context) for context in (10, 20, 400)]
+    steps += [MeasuredStep(Load(0, 0), 1e-9)] * 2
+    found = fit_steps(steps)
+    assert found.step_time(Load(1, 100)).seconds == pytest.approx(0.1)
+
+
 def test_a_calibration_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     calibration = Calibration("a processor", "a model", {"int8/token_head": COSTS})
@@ -148,7 +170,6 @@ def test_a_saved_calibration_plans_speed_without_torch(
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
-    from ascend_kv.evaluate import calibrate_steps
 
     model = tmp_path / "model"
     make_model(model)
@@ -162,19 +183,22 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(found.formats) == ["float32", "1 x float32, 2 x int8/token_head"]
     assert all(costs.curve_seconds[1] > 0 for costs in found.formats.values())
     assert all(policy["speed"]["best"]["tpot_seconds"] > 0 for policy in plan["policies"])
-    assert 1 + len(calibrate_steps.DECODES) == calibrate_steps.NUM_PARTS
 
 
 def test_the_steps_that_are_timed_do_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches and contexts as listed, prompts computed whole, and the cache's blocks all free."""
+    """Batches and contexts as listed, prompts computed whole, and the cache's blocks all free.
+
+    Formats take turns, twice.
+    """
     pytest.importorskip("torch")
     from ascend_kv.evaluate import calibrate_steps
     from ascend_kv.integrations.loading import load_model
 
     make_model(tmp_path)
-    seen: list[MeasuredStep] = []
+    seen: list[list[MeasuredStep]] = []
+    parts: list[str] = []
     benches: list[calibrate_steps._Bench] = []
     created = calibrate_steps._Bench.__init__
 
@@ -184,14 +208,20 @@ def test_the_steps_that_are_timed_do_what_they_say(
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
         created(bench, llm, longest)
         benches.append(bench)
+        parts.append(str(llm.formats[0]))
 
     def keep(steps: list[MeasuredStep]) -> StepCosts:
-        seen.extend(steps)
+        seen.append(steps)
         return COSTS
 
     monkeypatch.setattr(calibrate_steps._Bench, "__init__", watch)
     monkeypatch.setattr(calibrate_steps, "fit_steps", keep)
-    assert calibrate_steps.measure_costs(load_model(tmp_path), {"kv_cache_dtype": "int8"}) == COSTS
+    caches = {name: {"kv_cache_dtype": name} for name in ("auto", "int8")}
+    model = load_model(tmp_path)
+    found = calibrate_steps.measure_costs(model, caches, advance=lambda: parts.append("part"))
+    assert found == {"auto": COSTS, "int8": COSTS}
+    assert [name for name in parts if name != "part"] == ["float32", "int8/token_head"] * 2
+    assert parts.count("part") == calibrate_steps.num_parts(2) == 2 * 2 * 9
     longest = 256  # the model's
     contexts = [min(context, longest - calibrate_steps.STEPS) for _, context in
                 calibrate_steps.DECODES]  # fmt: skip
@@ -200,11 +230,14 @@ def test_the_steps_that_are_timed_do_what_they_say(
         for (batch, _), context in zip(calibrate_steps.DECODES, contexts, strict=True)
         for step in range(1, calibrate_steps.STEPS)
     ]
-    assert [step.load for step in seen[-len(expected) :]] == expected
-    prompts = seen[: -len(expected)]
+    assert len(seen[0]) == len(seen[1])
+    each = len(seen[1]) // 2  # a round
+    assert [step.load for step in seen[1][-len(expected) :]] == expected
+    assert [step.load for step in seen[1][:each]] == [step.load for step in seen[1][each:]]
+    prompts = seen[1][: each - len(expected)]
     lengths = [min(length, longest - 2) for length in calibrate_steps.PROMPTS]
     # a prompt's last chunk, or one that fits the step's rest, may be of one token: a decode then
     computed = sum(step.load.tokens for step in prompts)
     assert computed == sum(lengths) + len(lengths)
-    (bench,) = benches
-    assert bench._engine.scheduler.tables.stats().used_blocks == 0
+    for bench in benches:
+        assert bench._engine.scheduler.tables.stats().used_blocks == 0

@@ -84,6 +84,7 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
     )
     assert "| contiguous 16-bit | float16 | 7.5 (8) | 50.0 | 1.00x |" in text
     assert "| paged INT8 | 8.5 | 11.2 | 8 | 7.5 | 8 | 1,440,000 | 1,440,000 |" in text
+    assert "| contiguous 16-bit | 75.0 | 50.0 | +50% | 0.80x | +20% |" in text
     assert "| together | paged INT8 | contiguous 16-bit | 2.50x |" in text
     assert "| int8 | 12.5100 | +0.080 % [-0.040, +0.200] | pair scales | 9.0 |" in text
     assert "| unquantized | 8.250 | reference | 0.00% | 100.0% | keys as" in text
@@ -104,7 +105,7 @@ def test_markdown_shows_everything(tmp_path: Path) -> None:
 
 def test_every_table_says_what_kind_of_figures_it_holds() -> None:
     titles = re.findall(r"^## (.*)$", report.markdown(make_result(), []), re.MULTILINE)
-    assert len(titles) == 8
+    assert len(titles) == 9
     for title in titles:
         assert re.search(r"\((measured|predicted)\b.*\)$", title), title
 

@@ -4,13 +4,16 @@ The engine itself runs: prompts in chunks, and decode steps of few and many sequ
 long contexts; a fit to its steps gives the costs. Nothing is measured outside the engine, so
 scheduling, sampling and the cache's own operators are in it. Long contexts are not computed, which
 would take minutes: their blocks are handed out as if they were, and attention reads zeros.
+
+All formats take turns, in rounds, so that a machine whose speed drifts is not met in one mood by
+one format and in another by the next.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,9 @@ CHUNK = 128
 DECODES = ((1, 16), (1, 320), (4, 160), (8, 16), (8, 320), (16, 160), (32, 16), (32, 320))
 """Sequences, and tokens of context of each."""
 STEPS = 4
-"""Decode steps of each of them; the first is not counted."""
+"""Decode steps of each of them in a round; the first is not counted."""
+ROUNDS = 2
+"""How often every format has its turn."""
 _LONGEST = 384
 
 
@@ -53,40 +58,58 @@ def calibrate(model: str | Path, described: str, caches: Sequence[CacheConfig]) 
         UsageError: the model cannot be served, or not with such a cache.
     """
     loaded = load_model(model)
-    formats: dict[str, StepCosts] = {}
+    options: dict[str, dict[str, Any]] = {}
     for cache in caches:
-        options: dict[str, Any] = {
+        names = resolve_formats(loaded.geometry, cache, loaded.dtype)
+        assert not any(spec.static for spec in names), "the plan refuses them: no scales are given"
+        named = options[describe_formats(names)] = {
             "kv_cache_dtype": cache.kv_cache_dtype,
             "block_size": cache.block_size,
         }
-        names = resolve_formats(loaded.geometry, cache, loaded.dtype)
-        assert not any(spec.static for spec in names), "the plan refuses them: no scales are given"
         if any(spec.quantized for spec in names):
-            options |= {
+            named |= {
                 "granularity": cache.granularity,
                 "symmetric": cache.symmetric,
                 "group_size": cache.group_size,
                 "kv_cache_dtype_skip_layers": cache.kv_cache_dtype_skip_layers,
             }
-        formats[describe_formats(names)] = measure_costs(loaded, options)
     machine = this_machine("cpu", torch.get_num_threads())
-    return Calibration(machine.label, described, formats)
+    return Calibration(machine.label, described, measure_costs(loaded, options))
 
 
 def measure_costs(
     loaded: LoadedModel,
-    cache_options: dict[str, Any],
+    caches: Mapping[str, dict[str, Any]],
     max_model_len: int | None = None,
-    advance: Callable[[int], None] = lambda parts: None,
-) -> StepCosts:
-    """Run the engine with one kind of cache and fit its costs.
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, StepCosts]:
+    """Run the engine with several kinds of cache and fit the costs of each.
 
     Args:
         loaded: the weights.
-        cache_options: arguments of ``LLM`` about the cache.
-        max_model_len: of the cache, where its static scales depend on it.
-        advance: called with 1 after each of ``NUM_PARTS`` parts.
+        caches: arguments of ``LLM`` about each cache, by the name its costs get.
+        max_model_len: of the caches, where static scales depend on it.
+        advance: called ``num_parts(len(caches))`` times, between steps.
     """
+    steps: dict[str, list[MeasuredStep]] = {name: [] for name in caches}
+    for _ in range(ROUNDS):
+        for name, options in caches.items():
+            steps[name] += _measure_steps(loaded, options, max_model_len, advance)
+    return {name: fit_steps(measured) for name, measured in steps.items()}
+
+
+def num_parts(num_caches: int) -> int:
+    """How often ``measure_costs`` calls ``advance``."""
+    return ROUNDS * num_caches * (1 + len(DECODES))
+
+
+def _measure_steps(
+    loaded: LoadedModel,
+    cache_options: dict[str, Any],
+    max_model_len: int | None,
+    advance: Callable[[], None],
+) -> list[MeasuredStep]:
+    """One kind of cache in one round."""
     max_model_len = max_model_len or min(_LONGEST, loaded.geometry.max_position_tokens)
     longest = min(_LONGEST, max_model_len)
     sequences = max(batch for batch, _ in DECODES)
@@ -104,15 +127,11 @@ def measure_costs(
     bench = _Bench(llm, longest)
     bench.prompts(PROMPTS[-1:])  # warms up
     steps = bench.prompts(PROMPTS)
-    advance(1)
+    advance()
     for batch, context in DECODES:
         steps += bench.decodes(batch, context)[1:]
-        advance(1)
-    return fit_steps(steps)
-
-
-NUM_PARTS = 1 + len(DECODES)
-"""How often ``measure_costs`` calls ``advance``."""
+        advance()
+    return steps
 
 
 def _roomy_bytes(geometry: ModelGeometry, sequences: int, longest: int, max_model_len: int) -> int:

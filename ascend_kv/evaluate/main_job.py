@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 
 from ascend_kv.config import SchedulerConfig
 from ascend_kv.devices import get_device
-from ascend_kv.evaluate.calibrate_steps import NUM_PARTS, measure_costs
+from ascend_kv.evaluate.calibrate_steps import measure_costs, num_parts
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.factors import find_factors
 from ascend_kv.evaluate.machine import this_machine
@@ -28,15 +28,22 @@ from ascend_kv.evaluate.model_choice import choose_model, load_text_tokenizer
 from ascend_kv.evaluate.perplexity import compare, cut_windows, perplexity, window_losses
 from ascend_kv.evaluate.planted_bias import CACHES, measure_planted_bias
 from ascend_kv.evaluate.profiling import formats_of, record_profiles
-from ascend_kv.evaluate.recipe import BenchRecipe, name_format, with_real_formats
+from ascend_kv.evaluate.recipe import (
+    BenchRecipe,
+    SchemeRecipe,
+    name_format,
+    with_real_formats,
+)
 from ascend_kv.evaluate.results import (
     AttentionRoute,
     BenchResult,
+    CalibrationRun,
     FormatPerplexity,
     Perplexity,
     Predicted,
     SchemeResult,
     TextInfo,
+    check_speed,
 )
 from ascend_kv.evaluate.samples import generate_samples, sample_prompts
 from ascend_kv.evaluate.schemes import (
@@ -44,15 +51,17 @@ from ascend_kv.evaluate.schemes import (
     layer_formats,
     make_budget,
     predict,
-    predict_speed,
     roomy_llm,
     run_scheme,
+    simulate_scheme,
 )
+from ascend_kv.evaluate.speed_probe import SpeedProbe
 from ascend_kv.evaluate.sweep import run_sweep
 from ascend_kv.evaluate.tables import plan_table
 from ascend_kv.evaluate.text import Text, load_text
 from ascend_kv.evaluate.workload import draw_requests, summarize
 from ascend_kv.ops import platform
+from ascend_kv.plan.calibration import StepCosts
 from ascend_kv.resolved_cache import check_block_size
 
 Save = Callable[[BenchResult], None]
@@ -122,6 +131,7 @@ class _MainJob:
         self.block_size = self._block_size()
         self.budget = make_budget(recipe, self.loaded.geometry, self.block_size)
         self.plans = self._plan()
+        self.probe = SpeedProbe(self.device)
         names = [scheme.name for scheme in recipe.schemes]
         print_table(plan_table(names, self.plans), log.console)
         self.result = BenchResult(
@@ -172,32 +182,51 @@ class _MainJob:
 
         As all parts it yields the name of what is done.
         """
-        recipe = self.recipe
-        for name in dict.fromkeys(scheme.kv_cache_dtype for scheme in recipe.schemes):
-            options = cache_options(recipe, name) | {"block_size": self.block_size}
-            with self.log.bar(f"calibration, {name}", NUM_PARTS, "parts") as advance:
-                costs = measure_costs(self.loaded, options, recipe.max_model_len, advance)
-            self.plans = [
-                replace(
-                    plan,
-                    tokens_per_second=predict_speed(
-                        recipe, scheme, plan, self.budget, self.requests, costs
-                    ),
-                )
-                if scheme.kv_cache_dtype == name
-                else plan
-                for scheme, plan in zip(recipe.schemes, self.plans, strict=True)
-            ]
+        recipe, watch, started = self.recipe, self.probe.watch(), time.perf_counter()
+        caches = {
+            scheme.kv_cache_dtype: cache_options(recipe, scheme.kv_cache_dtype)
+            | {"block_size": self.block_size}
+            for scheme in recipe.schemes
+        }
+        with self.log.bar("calibration", num_parts(len(caches)), "parts") as advance:
+
+            def part_done() -> None:
+                watch.look(always=True)
+                advance(1)
+
+            costs = measure_costs(self.loaded, caches, recipe.max_model_len, part_done)
+        self.result.calibration = CalibrationRun(
+            time.perf_counter() - started, len(watch.samples), watch.typical_seconds
+        )
+        self.plans = [
+            replace(plan, tokens_per_second=self._predict_speed(scheme, plan, costs))
+            for scheme, plan in zip(recipe.schemes, self.plans, strict=True)
+        ]
         yield "calibration"
+
+    def _predict_speed(
+        self, scheme: SchemeRecipe, plan: Predicted, costs: Mapping[str, StepCosts]
+    ) -> float:
+        own = costs[scheme.kv_cache_dtype]
+        simulated = simulate_scheme(self.recipe, scheme, plan, self.budget, self.requests, own)
+        return simulated.tokens_per_second
 
     def run_schemes(self) -> Iterator[str]:
         """Serve the requests with every scheme."""
-        schemes = self.result.schemes
+        schemes, calibration = self.result.schemes, self.result.calibration
+        assert calibration is not None, "the part before"
         for scheme, plan in zip(self.recipe.schemes, self.plans, strict=True):
             tokens = self.result.workload.generated_tokens
             with self.log.bar(scheme.name, tokens, "tokens") as advance:
                 measured = run_scheme(
-                    self.recipe, scheme, plan, self.loaded, self.budget, self.requests, advance
+                    self.recipe,
+                    scheme,
+                    plan,
+                    self.loaded,
+                    self.budget,
+                    self.requests,
+                    self.probe,
+                    advance,
                 )
             first = schemes[0].measured if schemes else measured
             ratio = measured.tokens_per_second / first.tokens_per_second
@@ -209,6 +238,7 @@ class _MainJob:
                     scheme.batch,
                     plan,
                     measured,
+                    check_speed(plan, measured, calibration),
                     ratio,
                 )
             )

@@ -26,6 +26,7 @@ from ascend_kv.evaluate.tables import (
     planted_table,
     routes_table,
     scheme_table,
+    speed_table,
     sweep_table,
 )
 from ascend_kv.evaluate.workload import LengthRecipe
@@ -172,7 +173,12 @@ def print_report(tables: Sequence[TextTable], context: Sequence[str], console: C
 
 
 def _tables(result: BenchResult) -> list[TextTable]:
-    tables = [scheme_table(result), factor_table(result), comparison_table(result)]
+    tables = [
+        scheme_table(result),
+        factor_table(result),
+        comparison_table(result),
+        speed_table(result),
+    ]
     if result.perplexity is not None:
         tables.append(perplexity_table(result.perplexity))
     if result.planted_bias:

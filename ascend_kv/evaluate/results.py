@@ -32,7 +32,8 @@ class Predicted:
     sequences_live: float
     """Sequences at once at the length a request has on the average while it runs."""
     tokens_per_second: float | None = None
-    """From steps measured before the schemes ran, and the scheduler simulated."""
+    """From steps measured before the schemes ran, and the scheduler simulated: at the speed that
+    the machine had then."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,49 @@ class Measured:
     recomputed_tokens: int
     key_conditioning: str
     """What was done to the model's keys before they were stored."""
+    speed_probes: int
+    """How often the machine's speed was probed between steps; not part of the times above."""
+    speed_probe_seconds: float
+    """Of such a probe, the median."""
     timeline: Timeline
 
 
 @dataclass(frozen=True)
+class CalibrationRun:
+    """The steps from which speed is predicted were timed."""
+
+    wall_seconds: float
+    speed_probes: int
+    speed_probe_seconds: float
+    """Of a probe meanwhile, the median: the machine's speed that predictions are made at."""
+
+
+@dataclass(frozen=True)
+class SpeedCheck:
+    """A scheme's predicted tokens/s against those measured, errors as shares of the measured."""
+
+    error: float
+    """As they are, whatever happened to the machine between calibration and scheme."""
+    machine_speed: float
+    """Of the machine while the scheme ran over that at calibration, by a probe that knows neither
+    model nor cache: 0.8 is slower by a fifth."""
+    error_at_equal_speed: float
+    """Of the prediction times ``machine_speed``."""
+
+
+def check_speed(
+    predicted: Predicted, measured: Measured, calibration: CalibrationRun
+) -> SpeedCheck:
+    """How near a prediction came, which there must be."""
+    assert predicted.tokens_per_second is not None, "predicted from the calibration"
+    ratio = predicted.tokens_per_second / measured.tokens_per_second
+    speed = calibration.speed_probe_seconds / measured.speed_probe_seconds
+    return SpeedCheck(ratio - 1, speed, ratio * speed - 1)
+
+
+@dataclass(frozen=True)
 class SchemeResult:
-    """One scheme: what it is, what was predicted, what was measured."""
+    """One scheme: what it is, what was predicted, what was measured, and how far they differ."""
 
     name: str
     allocator: str
@@ -88,6 +126,7 @@ class SchemeResult:
     batch: str
     predicted: Predicted
     measured: Measured
+    speed_check: SpeedCheck
     ratio_to_first: float
     """Tokens per second over those of the first scheme."""
 
@@ -241,6 +280,7 @@ class BenchResult:
     workload: WorkloadSummary
     recipe: dict[str, Any]
     """The recipe as it ran."""
+    calibration: CalibrationRun | None = None
     schemes: list[SchemeResult] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
     perplexity: Perplexity | None = None

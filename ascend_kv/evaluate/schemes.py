@@ -15,13 +15,14 @@ from ascend_kv.engine.stats import EngineStats, StepRecord
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.results import Budget, Measured, Predicted, Timeline
+from ascend_kv.evaluate.speed_probe import SpeedProbe, SpeedWatch
 from ascend_kv.evaluate.workload import Request
 from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec, layer_format
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.plan.calibration import StepCosts
 from ascend_kv.plan.capacity import capacity
-from ascend_kv.plan.simulation import simulate
+from ascend_kv.plan.simulation import Simulation, simulate
 from ascend_kv.plan.traces import Arrival
 from ascend_kv.resolved_cache import resolve_formats
 
@@ -147,19 +148,19 @@ def predict(
     )
 
 
-def predict_speed(
+def simulate_scheme(
     recipe: BenchRecipe,
     scheme: SchemeRecipe,
     plan: Predicted,
     budget: Budget,
     requests: Sequence[Request],
     costs: StepCosts,
-) -> float:
-    """Tokens a second of a scheme: its scheduler with a clock that this machine has set."""
+) -> Simulation:
+    """The steps that a scheme will run, each as long as ``costs`` say."""
     tables = make_tables(scheme.allocator, plan.num_blocks, budget.block_size, recipe.max_model_len)
     limits = SchedulerConfig(recipe.max_model_len, plan.max_num_seqs, recipe.max_num_batched_tokens)
     arrivals = [Arrival(0.0, *request.lengths) for request in requests]
-    return simulate(arrivals, tables, limits, costs.step_time).tokens_per_second
+    return simulate(arrivals, tables, limits, costs.step_time)
 
 
 def run_scheme(
@@ -169,6 +170,7 @@ def run_scheme(
     loaded: LoadedModel,
     budget: Budget,
     requests: Sequence[Request],
+    probe: SpeedProbe,
     advance: Callable[[int], None],
 ) -> Measured:
     """Serve all requests with one scheme.
@@ -177,6 +179,7 @@ def run_scheme(
         recipe, scheme, plan, budget: what to run and within which limits.
         loaded: weights that all schemes share.
         requests: the same for all schemes.
+        probe: of the machine's speed, run between steps; its time does not count.
         advance: called with the number of tokens generated since the last call.
 
     Raises:
@@ -198,9 +201,18 @@ def run_scheme(
     )
     _serve(llm, requests[:WARM_UP_REQUESTS], lambda tokens: None, WARM_UP_TOKENS)
     llm.engine.stats = EngineStats()
+    watch = probe.watch()
+
+    def between_steps(tokens: int) -> None:
+        advance(tokens)
+        watch.look()
+
     started = time.perf_counter()
-    _serve(llm, requests, advance)
-    measured = _measure(llm, plan, time.perf_counter() - started)
+    watch.look(always=True)
+    _serve(llm, requests, between_steps)
+    watch.look(always=True)
+    wall_seconds = time.perf_counter() - started - watch.total_seconds
+    measured = _measure(llm, plan, wall_seconds, watch)
     llm.warn_of_clipping()
     # The next scheme's cache must not find this one's still in memory.
     del llm
@@ -226,7 +238,7 @@ def _serve(
         advance(len(outputs))
 
 
-def _measure(llm: LLM, plan: Predicted, wall_seconds: float) -> Measured:
+def _measure(llm: LLM, plan: Predicted, wall_seconds: float, watch: SpeedWatch) -> Measured:
     stats, steps = llm.engine.stats, list(llm.engine.stats.steps)
     block_bytes = llm.geometry.block_bytes(llm.formats, llm.block_size)
     token_bytes = block_bytes / llm.block_size
@@ -255,6 +267,8 @@ def _measure(llm: LLM, plan: Predicted, wall_seconds: float) -> Measured:
         preemptions=stats.preemptions,
         recomputed_tokens=stats.recomputed_tokens,
         key_conditioning=str(llm.conditioning),
+        speed_probes=len(watch.samples),
+        speed_probe_seconds=watch.typical_seconds,
         timeline=_timeline(steps),
     )
 

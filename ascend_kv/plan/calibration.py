@@ -26,6 +26,10 @@ BATCHES = (0, 1, 4, 8, 16, 32)
 """Decoding sequences at which the curve has its corners."""
 
 
+_FITS = 8
+"""Each with the scales of the one before; after a few nothing changes any more."""
+
+
 class MeasuredStep(NamedTuple):
     """One step of the engine: what it did and how long it took."""
 
@@ -92,17 +96,34 @@ def _features(load: Load) -> dict[str, float]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> StepCosts:
-    """The costs that explain measured steps best, in relative error.
+    """The costs that explain measured steps best, in relative error, and their sum without bias.
+
+    An error is taken relative to what the fit before gave for the step. Relative to what was
+    measured, a step that something held up would count for less than one that went well, and the
+    sum of many steps, which is what throughput is made of, would come out too small (by 2 to 9 %
+    in ten runs of the main job's schemes).
 
     Args:
         steps: with and without prompts, of several batches and contexts.
     """
-    rows = [(_features(step.load), step.seconds, 0.0) for step in steps]
-    found = least_relative_squares(rows, list(rows[0][0]))
-    curve = tuple(found.pop(f"at {batch}") for batch in BATCHES)
-    costs = StepCosts(curve, **found, spread=0.0)
+    scales = [step.seconds for step in steps]
+    for _ in range(_FITS):
+        costs = _fit(steps, scales)
+        fitted = [costs.step_time(step.load).seconds for step in steps]
+        scales = [new or old for new, old in zip(fitted, scales, strict=True)]
     errors = sorted(abs(costs.step_time(step.load).seconds / step.seconds - 1) for step in steps)
     return replace(costs, spread=errors[len(errors) // 2])
+
+
+def _fit(steps: Sequence[MeasuredStep], scales: Sequence[float]) -> StepCosts:
+    """Least squares of (fitted - measured) / scale."""
+    rows = [
+        (_features(step.load), scale, scale - step.seconds)
+        for step, scale in zip(steps, scales, strict=True)
+    ]
+    found = least_relative_squares(rows, list(rows[0][0]))
+    curve = tuple(found.pop(f"at {batch}") for batch in BATCHES)
+    return StepCosts(curve, **found, spread=0.0)
 
 
 @dataclass(frozen=True)
