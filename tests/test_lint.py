@@ -160,6 +160,19 @@ def test_a_batch_that_loses_its_blocks(models: dict[str, Path], tmp_path: Path) 
     assert keys(found) == ["schemes[4].batch"] and "100 requests" in found[0].found
 
 
+def test_formats_with_an_open_block_for_each_sequence(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Counted for those that run, and for all requests only where all are let in."""
+    schemes = [{"name": "one", "kv_cache_dtype": "int4/kivi"}]
+    work = {**SOUND["workload"], "requests": 300}
+    changes = {"block_size": 64, "schemes": schemes, "workload": work}
+    assert keys(look(tmp_path, models["llama"], "cpu", **changes)) == []
+    changes["schemes"] = [{**schemes[0], "batch": "all"}]
+    (found,) = look(tmp_path, models["llama"], "cpu", **changes)
+    assert found.key == "schemes[0]" and "open blocks of 300 sequences" in found.remedy
+
+
 def test_memory(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = (models["llama"] / "model.safetensors").stat().st_size
     geometry_bytes = 3 * 256 * 3 * 2 * 2 * 64 * 2  # sequences, tokens, layers, sides, heads
@@ -272,6 +285,10 @@ def test_an_evaluation_is_looked_over(models: dict[str, Path], tmp_path: Path) -
     assert keys(found, "note") == ["policies[1] (int8/group32)"]
     assert "copied out of the cache" in found[-1].reason
     assert keys(look_at_eval(tmp_path, models["llama"], "cpu", **sound)) == []
+    means = {"name": "means", "kv_cache_config": {"untrained_compression": True, "compression": {}}}
+    found = look_at_eval(tmp_path, models["llama"], "910B3", **sound | {"policies": [means]})
+    assert keys(found, "error") == ["policies[0] (means)"] and "on a 910B3" in found[0].found
+    assert look_at_eval(tmp_path, models["llama"], "cpu", **sound | {"policies": [means]}) == []
     deepseek = make_deepseek(tmp_path / "v4")
     assert [x.severity for x in look_at_eval(tmp_path, deepseek, "cpu", **sound)] == ["error"]
 

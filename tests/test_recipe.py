@@ -160,3 +160,17 @@ def test_recipe_of_the_tests_is_close_to_the_shipped_one() -> None:
     assert [(s.allocator, s.kv_cache_dtype, s.batch) for s in shipped.schemes] == [
         (s["allocator"], s["kv_cache_dtype"], s.get("batch", "planned")) for s in RECIPE["schemes"]
     ]
+
+
+@pytest.mark.parametrize("place", ["recipe", "quick", "scheme"])
+@pytest.mark.parametrize("name", ["compression", "untrained_compression"])
+def test_compression_is_planned_by_nobody(name: str, place: str, tmp_path: Path) -> None:
+    """A scheme would be planned as if every token were kept."""
+    changes: dict[str, Any] = {name: {}}
+    if place == "quick":
+        changes = {"quick": changes}
+    elif place == "scheme":
+        changes = {"schemes": [RECIPE["schemes"][0] | changes]}
+    with pytest.raises(UsageError, match=f"^{name}: got .* left out of a bench recipe") as caught:
+        load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))
+    assert "recipes/untrained_compression.yaml" in caught.value.hint

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, get_args
 from ascend_kv.devices import Device
 from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
-from ascend_kv.evaluate.schemes import layer_formats, make_budget
+from ascend_kv.evaluate.schemes import make_budget, plan_scheme
 from ascend_kv.geometry import ModelGeometry, layer_format
 from ascend_kv.model_files import load_geometry
-from ascend_kv.plan.capacity import Capacity, capacity
+from ascend_kv.plan.capacity import Capacity
 
 Severity = Literal["error", "warning", "note"]
 
@@ -69,19 +69,20 @@ class Case:
         """What the planner says; needs the geometry.
 
         Raises:
-            UsageError: as ``plan.capacity.capacity``.
+            UsageError: as ``plan_scheme``.
         """
         assert self.geometry is not None
         work = self.recipe.workload
-        return capacity(
+        _, plan = plan_scheme(
+            self.recipe,
+            scheme,
             self.geometry,
-            layer_formats(self.recipe, scheme.kv_cache_dtype, self.geometry, self.model_dtype),
-            make_budget(self.recipe, self.geometry, self.block_size).bytes,
-            self.block_size,
-            scheme.allocator,
-            self.recipe.max_model_len,
+            self.model_dtype,
+            make_budget(self.recipe, self.geometry, self.block_size),
             [(round(work.prompt_tokens.mean), round(work.output_tokens.mean))],
+            work.requests,
         )
+        return plan
 
 
 def refused(key: str, error: UsageError, reason: str) -> Lint:

@@ -55,6 +55,10 @@ def _look_at_policy(
         return  # a cache of transformers, which the device's attention does not see
     dtype = _dtype(recipe, device, geometry)
     config = policy.cache_config(dtype)
+    if config.compression is not None and device.name != "cpu":
+        reason = "Attention to lists of entries has no kernel on an NPU: the engine refuses it."
+        yield Lint("error", key, f"compression on a {device.name}", reason, "device: cpu")
+        return
     block_size = recipe.block_size or device.default_block_size
     try:
         formats: tuple[LayerFormat, ...]

@@ -295,10 +295,27 @@ def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:
     Raises:
         UsageError: no such file, not YAML, an unknown key or an illegal value.
     """
-    recipes = [from_mapping(BenchRecipe, mapping, str(path)) for mapping in read_versions(path)]
+    versions = read_versions(path)
+    for mapping in versions:
+        _refuse_compression(mapping)
+    recipes = [from_mapping(BenchRecipe, mapping, str(path)) for mapping in versions]
     for recipe in recipes:
         recipe.check()
     return recipes[1] if quick else recipes[0]
+
+
+def _refuse_compression(mapping: Mapping[str, Any]) -> None:
+    """Say more of it than that it is no key here: elsewhere it is one."""
+    schemes = mapping.get("schemes")
+    places = [mapping, *(schemes if isinstance(schemes, list) else [])]
+    for place in places:
+        for name in ("compression", "untrained_compression"):
+            if isinstance(place, Mapping) and name in place:
+                hint = (
+                    "Schemes are planned for caches that keep every token. What compressing them "
+                    "costs, `ascend-kv eval recipes/untrained_compression.yaml` measures."
+                )
+                raise UsageError(name, place[name], "left out of a bench recipe", hint)
 
 
 def read_versions(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

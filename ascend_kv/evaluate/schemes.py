@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ascend_kv.cache.tables import make_tables
 from ascend_kv.config import CacheConfig, SchedulerConfig
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.stats import EngineStats, StepRecord
-from ascend_kv.errors import RunError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.results import Budget, Measured, Predicted, Timeline
 from ascend_kv.evaluate.speed_probe import SpeedProbe, SpeedWatch
@@ -21,7 +22,7 @@ from ascend_kv.geometry import LayerFormat, ModelGeometry, format_spec, layer_fo
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.plan.calibration import StepCosts
-from ascend_kv.plan.capacity import capacity
+from ascend_kv.plan.capacity import Capacity, capacity
 from ascend_kv.plan.simulation import Simulation, simulate
 from ascend_kv.plan.traces import Arrival
 from ascend_kv.resolved_cache import resolve_formats
@@ -114,6 +115,58 @@ def llm_with_room(
     )
 
 
+def plan_scheme(
+    recipe: BenchRecipe,
+    scheme: SchemeRecipe,
+    geometry: ModelGeometry,
+    model_dtype: str,
+    budget: Budget,
+    lengths: Sequence[tuple[int, int]],
+    requests: int,
+) -> tuple[int, Capacity]:
+    """The batch limit of a scheme, and what the budget holds with it.
+
+    Where a format keeps an open block for each sequence that may run at once, fewer of them leave
+    more for blocks: a planned batch is the largest that the rest of the budget still holds.
+
+    Args:
+        recipe, scheme: what is to run.
+        geometry, model_dtype: of the model.
+        budget: of every scheme.
+        lengths: prompt and output tokens, of each request or of typical ones.
+        requests: how many there are.
+
+    Raises:
+        UsageError: the budget is too small for one sequence.
+    """
+    formats = layer_formats(recipe, scheme.kv_cache_dtype, geometry, model_dtype)
+
+    def plan_for(batch: int) -> Capacity:
+        return capacity(
+            geometry,
+            formats,
+            budget.bytes,
+            budget.block_size,
+            scheme.allocator,
+            recipe.max_model_len,
+            lengths,
+            batch,
+        )
+
+    def is_too_large(batch: int) -> bool:
+        try:
+            plan = plan_for(batch)
+        except UsageError:  # not even one sequence beside the open blocks
+            return True
+        contiguous = scheme.allocator == "contiguous"
+        return batch > (plan.sequences_full_length if contiguous else plan.sequences_mean)
+
+    batch = requests
+    if scheme.batch == "planned":
+        batch = max(1, bisect_left(range(1, requests + 1), True, key=is_too_large))
+    return batch, plan_for(batch)
+
+
 def predict(
     recipe: BenchRecipe,
     scheme: SchemeRecipe,
@@ -122,23 +175,15 @@ def predict(
     budget: Budget,
     requests: Sequence[Request],
 ) -> Predicted:
-    """Ask the planner; nothing has run yet."""
-    plan = capacity(
-        geometry,
-        layer_formats(recipe, scheme.kv_cache_dtype, geometry, model_dtype),
-        budget.bytes,
-        budget.block_size,
-        scheme.allocator,
-        recipe.max_model_len,
-        [request.lengths for request in requests],
-        len(requests),
-    )
-    planned = (
-        plan.sequences_full_length if scheme.allocator == "contiguous" else plan.sequences_mean
-    )
-    everyone = len(requests)
+    """Ask the planner; nothing has run yet.
+
+    Raises:
+        UsageError: as ``plan_scheme``.
+    """
+    lengths = [request.lengths for request in requests]
+    batch, plan = plan_scheme(recipe, scheme, geometry, model_dtype, budget, lengths, len(requests))
     return Predicted(
-        max_num_seqs=everyone if scheme.batch == "all" else max(1, min(int(planned), everyone)),
+        max_num_seqs=batch,
         token_bytes=plan.token_bytes,
         num_blocks=plan.num_blocks,
         kv_bytes=plan.kv_bytes,
