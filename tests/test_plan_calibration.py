@@ -207,6 +207,8 @@ def test_the_steps_that_are_timed_do_what_they_say(
             for tensor in layer.block_tensors:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
         created(bench, llm, longest)
+        for tensor in bench._slot_tensors:
+            tensor.fill_(float("nan"))
         benches.append(bench)
         parts.append(str(llm.formats[0]))
 
@@ -216,12 +218,17 @@ def test_the_steps_that_are_timed_do_what_they_say(
 
     monkeypatch.setattr(calibrate_steps._Bench, "__init__", watch)
     monkeypatch.setattr(calibrate_steps, "fit_steps", keep)
-    caches = {name: {"kv_cache_dtype": name} for name in ("auto", "int8")}
+    caches: dict[str, dict[str, Any]] = {
+        "auto": {},
+        "int8": {"kv_cache_dtype": "int8"},
+        "kivi": {"kv_cache_dtype": "int4/kivi", "block_size": 64},
+    }
     model = load_model(tmp_path)
     found = calibrate_steps.measure_costs(model, caches, advance=lambda: parts.append("part"))
-    assert found == {"auto": COSTS, "int8": COSTS}
-    assert [name for name in parts if name != "part"] == ["float32", "int8/token_head"] * 2
-    assert parts.count("part") == calibrate_steps.num_parts(2) == 2 * 2 * 9
+    assert found == dict.fromkeys(caches, COSTS)
+    order = [name.split("/")[0] for name in parts if name != "part"]
+    assert order == ["float32", "int8", "k:int4"] * 2
+    assert parts.count("part") == calibrate_steps.num_parts(3) == 2 * 3 * 9
     longest = 256  # the model's
     contexts = [min(context, longest - calibrate_steps.STEPS) for _, context in
                 calibrate_steps.DECODES]  # fmt: skip

@@ -172,8 +172,9 @@ class _Bench:
         assert isinstance(llm.cache, PagedKVCache), "a budget by tokens was planned for it"
         # Contexts that count as computed are read: what memory holds may not be a number.
         for layer in llm.cache.layers:
-            for tensor in (*layer.block_tensors, *layer.slot_tensors):
+            for tensor in layer.block_tensors:
                 tensor.zero_()
+        self._slot_tensors = [x for layer in llm.cache.layers for x in layer.slot_tensors]
 
     def prompts(self, lengths: Sequence[int]) -> list[MeasuredStep]:
         """Compute prompts side by side and two tokens of each."""
@@ -188,6 +189,8 @@ class _Bench:
         """Decode steps of ``batch`` sequences whose context counts as computed."""
         context = min(context, self._longest - STEPS)
         scheduler = self._engine.scheduler
+        for tensor in self._slot_tensors:  # a prompt leaves anything behind its last token
+            tensor.zero_()
         for number in range(batch):
             self._add(str(number), context, STEPS)
         while scheduler.waiting:
