@@ -155,11 +155,9 @@ def plan_scheme(
 
     def is_too_large(batch: int) -> bool:
         try:
-            plan = plan_for(batch)
+            return batch > plan_for(batch).sequences_mean
         except UsageError:  # not even one sequence beside the open blocks
             return True
-        contiguous = scheme.allocator == "contiguous"
-        return batch > (plan.sequences_full_length if contiguous else plan.sequences_mean)
 
     batch = requests
     if scheme.batch == "planned":
