@@ -108,6 +108,21 @@ def test_the_tool_end_to_end(
         assert r["fraction_of_limit"] == r["limit_seconds"] / r["median_seconds"]
     assert [fit["shape"] for fit in report["fits"]] == (["4/2x16"] if "native" in served else [])
     assert plot.read_bytes().startswith(b"\x89PNG")
+    prefill, *costs = [(c["operator"], c["context"]) for c in report["offset_costs"]][::-1] or [()]
+    assert not prefill or prefill == ("paged_attention prefill", 5)
+    assert [context for _, context in costs] == ([64, 32, 16] if "native" in served else [])
+
+
+def test_what_an_offset_adds() -> None:
+    plain = row("9/3x64", 1000, median_seconds=2.0)
+    rows = [
+        plain,
+        plain | {"implementation": "native + offset", "median_seconds": 2.5},
+        plain | {"context": 2000, "median_seconds": 9.0},
+        plain | {"format": "bfloat16", "median_seconds": 1.0},
+    ]
+    (cost,) = tool().offset_costs(rows)
+    assert cost["context"] == 1000 and cost["added"] == pytest.approx(0.25)
 
 
 def test_lines_are_fitted_to_relative_errors() -> None:

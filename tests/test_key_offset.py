@@ -19,7 +19,14 @@ from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.evaluate.planted_bias import measure_planted_bias
 from ascend_kv.integrations import key_offset
-from ascend_kv.integrations.key_offset import KeyOffset, cut_calls, make_rotary_table
+from ascend_kv.integrations.key_offset import (
+    KeyOffset,
+    Rotation,
+    cut_calls,
+    find_rotation,
+    holds_rotation,
+    make_rotary_table,
+)
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.integrations.planted_model import make_planted_model
 from ascend_kv.llm import LLM
@@ -33,12 +40,19 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(make_planted_model(tmp_path_factory.mktemp("planted")))
 
 
-def make_offset(positions: int) -> KeyOffset:
-    """A large offset in the slowest pair, as models have it, and a table of real angles."""
-    angles = torch.arange(positions)[:, None] * 1e6 ** -(torch.arange(DIM // 2) / (DIM // 2))
+def make_offset(positions: int, evenly: bool = False) -> KeyOffset:
+    """A large offset in the slowest pair, as models have it, and a table of real angles.
+
+    One head lacks nothing in a pair. ``evenly``: it is known that the angles grow so.
+    """
+    frequencies = 1e6 ** -(torch.arange(DIM // 2, dtype=torch.float64) / (DIM // 2))
+    angles = torch.arange(positions)[:, None] * frequencies
     offset = torch.randn(KV_HEADS, DIM)
     offset[:, [3, 7]] *= 300.0
-    return KeyOffset({1: offset}, torch.stack((angles.cos(), angles.sin()), -1).float())
+    offset[0, [1, 5]] = 0.0
+    table = torch.stack((angles.cos(), angles.sin()), -1) * 1.25
+    rotation = Rotation(frequencies, 1.25) if evenly else None
+    return KeyOffset({1: offset}, table.float(), rotation)
 
 
 def make_cache(kind: str, blocks: int) -> LayerCache:
@@ -92,17 +106,19 @@ def oracle_attention(
     return output
 
 
-@pytest.mark.parametrize("most_elements", [1 << 24, HEADS * 40, 1], ids=["one", "some", "each"])
+@pytest.mark.parametrize(
+    "most_elements", [None, 1 << 24, HEADS * 40, 1], ids=["no bias", "one", "some", "each"]
+)
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("window", [0, 5])
 def test_attention_equals_the_oracle(
-    kind: str, window: int, most_elements: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, window: int, most_elements: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_offset, "SCORE_BIAS_ELEMENTS", most_elements)
     query_lengths, kv_lengths = [1, 1, 7, 13, 0, 9], [17, 3, 7, 21, 5, 10]
     tables = [[9, 2, 5, 0, 7], [4], [1, 3], [9, 2, 6, 8, 11, 10], [4, 1], [9, 2, 12]]  # shared
     cache = make_cache(kind, 13)
-    offset = make_offset(32)
+    offset = make_offset(32, evenly=most_elements is None)
     query = torch.randn(31, HEADS, DIM)
     padded = torch.tensor([table + [-1] * (6 - len(table)) for table in tables])
     actual = offset.attend(1, query, cache, padded, query_lengths, kv_lengths, DIM**-0.5, window)
@@ -191,6 +207,15 @@ def test_the_table_holds_the_models_own_rotation(name: str, tmp_path: Path) -> N
     assert_within(got.transpose(0, 1), want[0], 1e-5)
     assert table[200].square().sum() == pytest.approx(4 * embedding.attention_scaling**2)
     assert (embedding.attention_scaling != 1) == (name == "qwen2-yarn")
+    rotation = find_rotation(embedding)
+    assert holds_rotation(table, range(256), rotation)
+    off = torch.arange(4, dtype=torch.float64) == 1
+    wrong = [
+        rotation._replace(factor=rotation.factor * 1.0001),
+        rotation._replace(frequencies=rotation.frequencies * (1 + 1e-5 * off)),
+        rotation._replace(frequencies=rotation.frequencies[:3]),
+    ]
+    assert not any(holds_rotation(table, range(256), other) for other in wrong)
 
 
 @torch.inference_mode()

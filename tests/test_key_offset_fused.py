@@ -115,3 +115,21 @@ def test_the_offset_counts_once(
     # the device takes the bias in the query's type; the largest of each query is exact
     allowed = 2 * torch.finfo(dtype).eps * exact.abs().max()
     assert (actual - exact).abs().max() < allowed < (without - exact).abs().max() / 4
+
+
+def test_an_offset_becomes_the_bias_that_the_device_wants() -> None:
+    """Given to the operator itself: as many positions as the longest sequence, on every route."""
+    cache, tables = make_cache("int8", 32), make_tables(32)
+    query = torch.randn(sum(QUERIES), HEADS, DIM).to(torch.float16)
+    frequencies = torch.rand(DIM // 2, dtype=torch.float64)
+    call = (query, cache.key, cache.value, tables, QUERIES, LENGTHS, DIM**-0.5)
+    given = {
+        "key_offset": 10 * torch.randn(KV_HEADS, DIM),
+        "rotary_frequencies": frequencies,
+        "offset_query": torch.randn_like(query),
+    }
+    output, _ = fused_execute.attend(StandIn(), *call, **cache.scales, **given)
+    expected, _ = ops.paged_attention(*call, **cache.scales, **given)
+    without, _ = ops.paged_attention(*call, **cache.scales)
+    error = (output - expected).abs().max()
+    assert error < 0.01 < (without - expected).abs().max() / 4

@@ -356,6 +356,8 @@ def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None])
     cases = [attention_case(dtype, LENGTHS) for dtype in CACHES]
     query = torch.randn(sum(QUERIES), 6, 40)
     x = torch.randn(2, 3, 700, 64)
+    frequencies = torch.rand(20, dtype=torch.float64)
+    offset = {"key_offset": torch.randn(2, 40), "rotary_frequencies": frequencies}
     gate, lengths = torch.randn(2000, 48), [900, 1100]
     results: list[list[Tensor]] = []
     for count in (1, 2, 3, 7):
@@ -364,6 +366,7 @@ def test_the_same_bits_for_any_number_of_threads(threads: Callable[[int], None])
         for tensors, scales in cases:
             found += ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales)
             found += ops.kv_cache_load(*tensors, LENGTHS, **scales)
+        found += ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 0.2, **scales, **offset)
         for granularity in ("layer", "head", "token", "channel"):
             found += ops.kv_cache_quantize(x, granularity, False)
             found += ops.kv_cache_quantize(x, granularity, False, storage="int4")

@@ -107,8 +107,12 @@ def test_score_bias_where_it_may_be_needed(
     model: str, spec: LayerFormat, expected: int, most: int
 ) -> None:
     serving = Serving(1024, max_num_seqs=5)
-    part = score_bias_part(find_planned_model(model).geometry, [spec], serving, Parallel())
+    geometry = find_planned_model(model).geometry
+    part = score_bias_part(geometry, [spec], serving, HARDWARE["910B1"], Parallel())
     assert (part.bytes, part.low, part.high) == (expected, 0, most)
+    part = score_bias_part(geometry, [spec], serving, HARDWARE["cpu"], Parallel())
+    assert (part.bytes, part.high) == (0, 0)
+    assert ("tile by tile" in part.formula) == (most > 0)
 
 
 def test_a_loaded_prefix_by_hand() -> None:

@@ -13,7 +13,7 @@ import torch
 from conditioned_models import greedy, load_uneven, random_tokens
 
 from ascend_kv.cache.paged import PagedKVCache
-from ascend_kv.cache.residual import Pieces, ResidualLayer, cut_step
+from ascend_kv.cache.residual import Lacking, Pieces, ResidualLayer, cut_step
 from ascend_kv.cache.residual_tables import ResidualTables
 from ascend_kv.cache.tables import PagedTables
 from ascend_kv.config import CacheConfig
@@ -21,6 +21,7 @@ from ascend_kv.devices import get_device
 from ascend_kv.errors import UsageError
 from ascend_kv.format_names import format_spec, layer_format
 from ascend_kv.geometry import ModelGeometry
+from ascend_kv.integrations.key_offset import KeyOffset, Rotation
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.resolved_cache import plan_blocks, resolve_block_size
@@ -129,6 +130,7 @@ def run(
     cuts: list[list[int]],
     window: int = 0,
     biases: list[torch.Tensor] | None = None,
+    lacking: Lacking | None = None,
 ) -> list[torch.Tensor]:
     """Texts side by side, each cut as it is said; sequence i in slot i, blocks from the last."""
     blocks = layer.stored.key.shape[0]
@@ -152,7 +154,7 @@ def run(
             wanted = torch.cat([biases[i][s] for i, s in zip(rows, spans, strict=True)])
             bias = partial(bias_of, parts[0], wanted)
 
-        result = layer.attend(*parts, pieces, SCALE, window, bias)
+        result = layer.attend(*parts, pieces, SCALE, window, bias, lacking)
         for i, span, part in zip(rows, spans, result.split(counts), strict=True):
             done[i] = span.stop
             outputs[i].append(part)
@@ -187,6 +189,23 @@ def test_a_score_bias_by_position(elements: int, monkeypatch: pytest.MonkeyPatch
     found = run(make_layer("int4/kivi"), texts, [[11, 1, 1], [1, 7, 1]], 0, biases)
     for one, text, bias in zip(found, texts, biases, strict=True):
         wanted = oracle(text, "int4/kivi", 0, bias)
+        np.testing.assert_allclose(one, wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_an_offset_that_attention_gives_back(window: int) -> None:
+    """As with the score bias that it stands for, wherever a query's own block begins."""
+    angles = torch.arange(64)[:, None] * torch.tensor([1.1, 0.3, 0.01], dtype=torch.float64)
+    table = 1.5 * torch.stack((angles.cos(), angles.sin()), -1).float()
+    offset = KeyOffset({0: 5 * torch.randn(KV_HEADS, DIM)}, table, Rotation(angles[1], 1.5))
+    if not offset.needs_no_bias(0):
+        pytest.skip("no native operators are built here")
+    texts = [random_text(n, seed=n) for n in (13, 9)]
+    biases = [offset.score_bias(0, query, SCALE, len(query)) for query, _, _ in texts]
+    lacking = partial(offset.attention_arguments, 0)
+    found = run(make_layer("int4/kivi"), texts, [[11, 1, 1], [1, 7, 1]], window, lacking=lacking)
+    for one, text, bias in zip(found, texts, biases, strict=True):
+        wanted = oracle(text, "int4/kivi", window, bias)
         np.testing.assert_allclose(one, wanted, rtol=2e-4, atol=2e-4)
 
 

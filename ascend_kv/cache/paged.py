@@ -116,7 +116,11 @@ class LayerCache(NamedTuple):
         Raises:
             UsageError: as the operator.
         """
-        asked = rotate_queries(query) if self.rotated_keys else query
+        asked = query
+        if self.rotated_keys:
+            asked = rotate_queries(query)
+            if "key_offset" in options:
+                options["offset_query"] = query
         output, _ = ops.paged_attention(
             asked,
             self.key,

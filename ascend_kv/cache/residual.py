@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 ScoreBias = Callable[[Tensor, float, int], Tensor]
 """Queries [T, H, D], scale of scores, length: what scores lack, ``[T, H, length]`` float32."""
+Lacking = Callable[[Tensor, Tensor | None], dict[str, Any]]
+"""Queries [T, H, D], the position [T] of the first key that each reads, 0 where None: keyword
+arguments by which ``paged_attention`` adds the same without such a tensor."""
 
 # The score bias of one call, in float32 elements: 64 MiB.
 BIAS_ELEMENTS = 1 << 24
@@ -200,6 +203,7 @@ class ResidualLayer:
         softmax_scale: float,
         window: int = 0,
         bias: ScoreBias | None = None,
+        lacking: Lacking | None = None,
     ) -> Tensor:
         """Store a step's tokens and attend to what is stored then: ``[T, H, D]``, query's type.
 
@@ -208,6 +212,7 @@ class ResidualLayer:
             step: from ``cut_step``.
             softmax_scale, window: as ``paged_attention``'s.
             bias: what the scores lack.
+            lacking: the same in another way, in its place.
         """
         if self.format.value.hadamard:
             value = rotate_keys(value)
@@ -219,7 +224,9 @@ class ResidualLayer:
             most = None if bias is None else BIAS_ELEMENTS // query.shape[1]
             for low, high in some.cut(most):
                 outputs.append(
-                    self._attend(asked, some, low, high, opened, softmax_scale, window, bias)
+                    self._attend(
+                        asked, some, low, high, opened, softmax_scale, window, bias, lacking
+                    )
                 )
         if not outputs:
             return torch.empty_like(query)
@@ -272,6 +279,7 @@ class ResidualLayer:
         softmax_scale: float,
         window: int,
         bias: ScoreBias | None,
+        lacking: Lacking | None,
     ) -> Tensor:
         """Pieces ``low`` to ``high``; ``query`` is that of all pieces, float32."""
         pieces = some.pieces[low:high]
@@ -280,20 +288,22 @@ class ResidualLayer:
         rows = slice(first, first + sum(counts))
         query, positions, offsets = query[rows], some.positions[rows], some.offsets[rows]
         longest = max(piece.stop for piece in pieces)
-        lacking = None if bias is None else bias(query, softmax_scale, longest)
+        whole = None if bias is None else bias(query, softmax_scale, longest)
 
         open_key, open_value, places = opened
         filled = [piece.stop - some.before(piece) for piece in pieces]
-        own = None
+        more: dict[str, Any] = {}
         if lacking is not None:
+            more = lacking(query, positions - offsets)
+        elif whole is not None:
             columns = (positions - offsets)[:, None] + torch.arange(
                 max(filled), device=query.device
             )
             columns = columns.clamp_(max=longest - 1)[:, None].expand(-1, query.shape[1], -1)
-            own = lacking.gather(2, columns)
+            more = {"score_bias": whole.gather(2, columns)}
         output, sums = ops.paged_attention(
             query, open_key, open_value, places[low:high, None], counts, filled, softmax_scale,
-            window=window, score_bias=own,
+            window=window, **more,
         )  # fmt: skip
 
         read = [number for number, piece in enumerate(pieces) if some.before(piece)]
@@ -305,6 +315,10 @@ class ResidualLayer:
             kept = torch.tensor([bool(some.before(piece)) for piece in pieces], device=query.device)
             taken = kept[some.piece[rows] - low].nonzero()[:, 0]
         chosen = [low + number for number in read]
+        if lacking is not None:
+            more = lacking(query[taken], None)
+        elif whole is not None:
+            more = {"score_bias": whole[taken]}
         blocks_output, blocks_sums = ops.paged_attention(
             query[taken],
             self.stored.key,
@@ -316,8 +330,8 @@ class ResidualLayer:
             **self.stored.scales,
             causal=False,
             window=window,
-            score_bias=None if lacking is None else lacking[taken],
             query_positions=positions[taken] if window else None,
+            **more,
         )
         parts = [output[taken], blocks_output], [sums[taken], blocks_sums]
         output[taken] = ops.merge_attention(*parts)[0]

@@ -101,10 +101,13 @@ class CacheStep:
     ) -> torch.Tensor:
         cache = self._layers[layer]
         if isinstance(cache, ResidualLayer):
-            bias = None
+            gives_back: dict[str, Any] = {}
             if self._offset is not None and layer in self._offset:
-                bias = partial(self._offset.score_bias, layer)
-            return cache.attend(query, key, value, self._pieces, scaling, window, bias)
+                if self._offset.needs_no_bias(layer):
+                    gives_back["lacking"] = partial(self._offset.attention_arguments, layer)
+                else:
+                    gives_back["bias"] = partial(self._offset.score_bias, layer)
+            return cache.attend(query, key, value, self._pieces, scaling, window, **gives_back)
         cache.store(key, value, self._slot_mapping, self.positions)
         if self._offset is not None and layer in self._offset:
             return self._offset.attend(

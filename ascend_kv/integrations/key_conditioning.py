@@ -14,6 +14,7 @@ Here is the record of what was done. ``key_planning`` decides, ``key_folding`` d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +22,15 @@ from typing import NamedTuple
 import torch
 
 from ascend_kv.integrations.key_folding import Fold
-from ascend_kv.integrations.key_offset import KeyOffset, make_rotary_table
+from ascend_kv.integrations.key_offset import (
+    KeyOffset,
+    find_rotation,
+    holds_rotation,
+    make_rotary_table,
+)
 from ascend_kv.integrations.loading import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class KeyConditioning:
     table_position_bytes: int
     """the cosine/sine table, per position up to max_model_len, shared by all layers"""
     score_bias_bytes: int
-    """made anew in every step, per query token and cached position, over all layers"""
+    """where attention wants the bias whole, as on an NPU (native on a CPU it does not): made anew
+    in every step, per query token and cached position, over all layers"""
     identity: str
     """differs where stored keys differ; empty where nothing was done"""
     calibrated: bool = False
@@ -110,4 +119,14 @@ class ConditionedKeys(NamedTuple):
             return None
         embedding = loaded.hf_model.base_model.rotary_emb
         dim = loaded.geometry.head_dim
-        return KeyOffset(self.offsets, make_rotary_table(embedding, dim, range(max_positions)))
+        table = make_rotary_table(embedding, dim, range(max_positions))
+        rotation = find_rotation(embedding)
+        places = [n for n in (0, 1, *(2**bit - 1 for bit in range(2, 40))) if n < max_positions]
+        places.append(max_positions - 1)
+        if not holds_rotation(table[places], places, rotation):
+            logger.warning(
+                "the rotary embedding turns keys otherwise than its frequencies say: what the key "
+                "offset adds to scores is made whole in every step, which is slower"
+            )
+            return KeyOffset(self.offsets, table)
+        return KeyOffset(self.offsets, table, rotation)

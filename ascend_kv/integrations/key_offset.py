@@ -6,7 +6,9 @@ score is ``q . R(n) b``. With b in pairs (b1, b2) and q likewise, R(n) turning b
     q . R(n) b = sum over pairs of  cos a (q1 b1 + q2 b2) + sin a (q2 b1 - q1 b2)
 
 so for all positions at once it is one matrix product of ``[T * H, D]``, made of the query and b
-alone, with a table ``[D, P]`` of cosines and sines that every layer and sequence shares.
+alone, with a table ``[D, P]`` of cosines and sines that every layer and sequence shares. An NPU's
+attention takes that product as a bias of its scores, and so does the Python reference. The native
+operator of a CPU takes b and the frequencies instead and needs no such product.
 
 ``attend`` gives the offset back that way, and that way only, whatever reads the cache: on an NPU
 also where the keys are loaded first. ``load_arguments`` and ``give_back`` are for attention that
@@ -22,26 +24,52 @@ import torch
 
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.ops.kv_cache_load import rotated_offset
+from ascend_kv.ops.registration import has_kernel
 
 Tensor = torch.Tensor
 
 # The score bias of one call, in float32 elements: 64 MiB.
 SCORE_BIAS_ELEMENTS = 1 << 24
 _TABLE_ROWS = 1 << 13
+_NATIVE = "paged_attention", "cpu"
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding whose angles grow evenly with the position."""
+
+    frequencies: Tensor
+    """``[D / 2]`` float64, radians from a position to the next"""
+    factor: float
+    """what cosines and sines are multiplied by"""
 
 
 class KeyOffset:
-    """The offsets of a model's layers, and the table that turns them."""
+    """The offsets of a model's layers, and what turns them."""
 
-    def __init__(self, offsets: Mapping[int, Tensor], rotary_table: Tensor) -> None:
+    def __init__(
+        self,
+        offsets: Mapping[int, Tensor],
+        rotary_table: Tensor,
+        rotation: Rotation | None = None,
+    ) -> None:
         """Join them.
 
         Args:
             offsets: by layer ``[N, D]`` float32, what stored keys lack before rotation.
             rotary_table: ``[P, D / 2, 2]`` float32, for every position that will be cached.
+            rotation: what the table holds; without it a CPU, too, makes the score bias whole.
         """
         self._offsets = {layer: x.to(rotary_table.device) for layer, x in offsets.items()}
         self._table = rotary_table
+        self._operands: dict[int, dict[str, Tensor]] = {}
+        if rotation is not None and rotary_table.device.type == "cpu" and has_kernel(*_NATIVE):
+            self._operands = {
+                layer: {
+                    "key_offset": rotation.factor * x.to(torch.float32),
+                    "rotary_frequencies": rotation.frequencies,
+                }
+                for layer, x in self._offsets.items()
+            }
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._offsets
@@ -71,6 +99,30 @@ class KeyOffset:
         features = torch.stack((q1 * b1 + q2 * b2, q2 * b1 - q1 * b2), -1)
         return features.view(tokens, heads, dim) @ self._table[:length].view(length, dim).t()
 
+    def needs_no_bias(self, layer: int) -> bool:
+        """Whether attention gives the offset back by itself, from ``attention_arguments``."""
+        return layer in self._operands
+
+    def attention_arguments(
+        self, layer: int, query: Tensor, first: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments of ``paged_attention`` in place of a score bias.
+
+        Args:
+            layer: one that ``needs_no_bias``.
+            query: ``[T, H, D]``, not scaled.
+            first: ``[T]``, the position of the first key that each query reads; None: 0.
+        """
+        operands = self._operands[layer]
+        if first is None:
+            return operands
+        # q . R(first + i) b = (R(-first) q) . R(i) b
+        angles = first[:, None, None] * operands["rotary_frequencies"]
+        cosine, sine = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
+        q1, q2 = query.to(torch.float32).chunk(2, -1)
+        turned = torch.cat((q1 * cosine + q2 * sine, q2 * cosine - q1 * sine), -1)
+        return {**operands, "offset_query": turned}
+
     def attend(
         self,
         layer: int,
@@ -82,7 +134,20 @@ class KeyOffset:
         softmax_scale: float,
         window: int,
     ) -> Tensor:
-        """``LayerCache.attend`` with the score bias, in as many calls as keep that bias small."""
+        """``LayerCache.attend`` with what the scores lack.
+
+        A score bias that has to exist as a whole is made in as many calls as keep it small.
+        """
+        if self.needs_no_bias(layer):
+            return cache.attend(
+                query,
+                block_tables,
+                query_lengths,
+                kv_lengths,
+                softmax_scale,
+                window=window,
+                **self.attention_arguments(layer, query),
+            )
         outputs = []
         start = 0
         for pieces in cut_calls(query_lengths, kv_lengths, query.shape[1]):
@@ -160,3 +225,20 @@ def make_rotary_table(rotary_embedding: Any, head_dim: int, positions: Sequence[
         half = slice(0, head_dim // 2)
         rows.append(torch.stack((cosine[0, :, half], sine[0, :, half]), -1))
     return torch.cat(rows)
+
+
+def find_rotation(rotary_embedding: Any) -> Rotation:
+    """What a model's rotary embedding says of itself."""
+    frequencies = rotary_embedding.inv_freq.detach().to(device="cpu", dtype=torch.float64)
+    return Rotation(frequencies, float(getattr(rotary_embedding, "attention_scaling", 1.0)))
+
+
+def holds_rotation(table: Tensor, positions: Sequence[int], rotation: Rotation) -> bool:
+    """Whether a table of these positions is that of the rotation, up to angles in float32."""
+    places = torch.tensor(list(positions), dtype=torch.float64)
+    angles = places[:, None] * rotation.frequencies
+    expected = rotation.factor * torch.stack((angles.cos(), angles.sin()), -1)
+    allowed = rotation.factor * (1e-6 + angles.abs() * 2.0**-22)
+    if table.shape != expected.shape:
+        return False
+    return bool(((table.cpu() - expected).abs() <= allowed[..., None]).all())

@@ -14,7 +14,7 @@ import torch
 
 from ascend_kv.errors import UsageError
 from ascend_kv.ops.attention_math import combine, read_side, weigh
-from ascend_kv.ops.attention_operands import Operands, bias_at, hide, unseen
+from ascend_kv.ops.attention_operands import Operands, bias_of, hide, unseen
 from ascend_kv.ops.paged import check_blocks, gather_tokens
 
 Tensor = torch.Tensor
@@ -107,9 +107,7 @@ def _attend_tile(
     if o.key_positions is not None:
         positions = read(o.key_positions, torch.int64)
     hidden = hide(o, positions, asking.positions[tile][:, None], absent[:, None, None, None])
-    bias = None
-    if o.score_bias is not None:
-        bias = bias_at(o.score_bias[tile][:, None], positions, None, absent)
+    bias = bias_of(o, lambda x: x[tile][:, None], positions, None, absent)
     key = read_side(o.key_cache, o.key_scale, o.key_zero_point, read)
     weighing = weigh(o.query[tile][:, None], key, hidden, bias, o.sinks, False)
     value = read_side(o.value_cache, o.value_scale, o.value_zero_point, read)

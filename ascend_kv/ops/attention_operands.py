@@ -7,18 +7,20 @@ beyond geometry.py: b sequences of a tile, Q queries of each, P tokens gathered.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from ascend_kv.errors import UsageError
+from ascend_kv.ops.attention_offset import lacking_at
 
 Tensor = torch.Tensor
 
 
 class Operands(NamedTuple):
-    """The tensors of one call, named as in ``paged_attention``; query is scaled float32."""
+    """The tensors of one call, named as in ``paged_attention``; queries are scaled float32."""
 
     query: Tensor
     key_cache: Tensor
@@ -33,6 +35,9 @@ class Operands(NamedTuple):
     query_positions: Tensor | None
     causal: bool
     window: int
+    key_offset: Tensor | None = None
+    rotary_frequencies: Tensor | None = None
+    offset_query: Tensor | None = None
 
     @property
     def ordered(self) -> bool:
@@ -42,7 +47,7 @@ class Operands(NamedTuple):
     @property
     def sees_a_key(self) -> bool:
         """Whether every query is known to see one, at least itself."""
-        return self.ordered and self.score_bias is None
+        return self.ordered and self.score_bias is None and self.key_offset is None
 
     @property
     def codes_may_be_nan(self) -> bool:
@@ -74,6 +79,8 @@ class Operands(NamedTuple):
             sinks=None if self.sinks is None else self.sinks[queries],
             score_bias=None if self.score_bias is None else self.score_bias[:, queries],
             key_positions=kv(self.key_positions),
+            key_offset=None if self.key_offset is None else self.key_offset[low:high],
+            offset_query=None if self.offset_query is None else self.offset_query[:, queries],
         )
 
 
@@ -97,6 +104,25 @@ def hide(o: Operands, positions: Tensor, asked: Tensor, hidden: Tensor | None) -
         too_early = distance >= o.window
         hidden = too_early if hidden is None else hidden | too_early
     return hidden
+
+
+def bias_of(
+    o: Operands,
+    take: Callable[[Tensor], Tensor],
+    positions: Tensor,
+    first: int | None,
+    outside: Tensor | None,
+) -> Tensor | None:
+    """What is added to the scores of a tile, ``[b, H, Q, P]``, or None.
+
+    ``take`` brings what is ``[T, ...]`` to the tile's ``[b, Q, ...]``; the rest as in ``bias_at``.
+    """
+    if o.score_bias is not None:
+        return bias_at(take(o.score_bias), positions, first, outside)
+    if o.key_offset is None or o.rotary_frequencies is None:
+        return None
+    query = take(o.query if o.offset_query is None else o.offset_query)
+    return lacking_at(query, o.key_offset, o.rotary_frequencies, positions)
 
 
 def bias_at(rows: Tensor, positions: Tensor, first: int | None, outside: Tensor | None) -> Tensor:

@@ -10,12 +10,13 @@ Letters beyond geometry.py: b sequences of a tile, Q queries of each, P tokens g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ascend_kv.ops.attention_math import Side, Weighing, combine, gather_side, weigh
-from ascend_kv.ops.attention_operands import Operands, bias_at, hide, unseen
+from ascend_kv.ops.attention_operands import Operands, bias_of, hide, unseen
 from ascend_kv.ops.paged import gather
 
 Tensor = torch.Tensor
@@ -109,11 +110,14 @@ def _decode(
 ) -> None:
     """Fill in the rows of one group of decodes."""
     starts, blocks, positions, outside, hidden = _place(o, block_tables, group)
-    bias = None
-    if o.score_bias is not None:
-        in_order = o.key_positions is None and not any(d.first_block for d in group)
-        rows = o.score_bias.index_select(0, starts)[:, None]
-        bias = bias_at(rows, positions, 0 if in_order else None, outside)
+    in_order = o.key_positions is None and not any(d.first_block for d in group)
+    bias = bias_of(
+        o,
+        lambda x: x.index_select(0, starts)[:, None],
+        positions,
+        0 if in_order else None,
+        outside,
+    )
     query = o.query.index_select(0, starts)[:, None]
 
     # one side at a time: the values take the keys' place in the CPU's caches
@@ -183,10 +187,13 @@ def sequence_tiles(o: Operands, table: Tensor, rows: slice, kv_length: int) -> I
         left = max(0, o.first_seen(before + low) - base)
         right = before + high - base if o.causal and o.ordered else length
         seen = positions[:, :, left:right]
-        bias = None
-        if o.score_bias is not None:
-            first = base + left if o.key_positions is None else None
-            bias = bias_at(o.score_bias[tile][None], seen, first, None)
+        bias = bias_of(
+            o,
+            partial(_one_sequence, tile),
+            seen,
+            base + left if o.key_positions is None else None,
+            None,
+        )
         hidden = None
         if o.causal or o.window:
             if o.query_positions is None:
@@ -200,6 +207,10 @@ def sequence_tiles(o: Operands, table: Tensor, rows: slice, kv_length: int) -> I
             o.query[tile][None], key.tokens(left, right), hidden, bias, o.sinks, o.sees_a_key
         )
         yield Tile(tile, base + left, base + right, weighing)
+
+
+def _one_sequence(tile: slice, x: Tensor) -> Tensor:
+    return x[tile][None]
 
 
 def _blocks_read(o: Operands, table: Tensor, rows: slice, kv_length: int) -> tuple[int, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ascend_kv.ops.attention_offset import score_bias_of
 from ascend_kv.ops.fused_attention import Call, Finish, Load, Plan, plan
 from ascend_kv.ops.fused_request import request_of
 from ascend_kv.ops.fused_sources import logical, pack, unpack
@@ -159,7 +160,7 @@ def attend(
     """``paged_attention`` through the fused attention of ``library``, or by its reference.
 
     Arguments and results are the operator's own. That something else than the paged cache itself
-    is attended to is logged, once.
+    is attended to is logged, once. For a key offset the device's attention gets the bias whole.
     """
     tensors: dict[str, Tensor | None] = {
         "query": query,
@@ -180,6 +181,11 @@ def attend(
                 logger.log(level, "paged_attention: %s", reason)
         routes_taken[words].calls += 1
     if not chosen.fallbacks:
+        offset, frequencies = tensors.get("key_offset"), tensors.get("rotary_frequencies")
+        if offset is not None and frequencies is not None:
+            plain = tensors.get("offset_query")
+            asked = (query if plain is None else plain).to(torch.float32) * softmax_scale
+            tensors["score_bias"] = score_bias_of(asked, offset, frequencies, max(kv_lengths))
         return execute(chosen, tensors, library)
     reference = operator("paged_attention", REFERENCE_NAMESPACE)
     output, log_sum_exp = reference(

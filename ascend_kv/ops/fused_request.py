@@ -220,7 +220,7 @@ def request_of(
         causal=causal,
         window=window,
         sinks=given("sinks"),
-        score_bias=given("score_bias"),
+        score_bias=given("score_bias") or given("key_offset"),
         positions=given("key_positions") or given("query_positions"),
         entries=given("entries"),
         cache_layout=cache_layout,

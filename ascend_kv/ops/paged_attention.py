@@ -22,6 +22,7 @@ import torch
 from ascend_kv.errors import UsageError
 from ascend_kv.formats import FLOAT_DTYPES
 from ascend_kv.ops.attention_entries import attend_entries
+from ascend_kv.ops.attention_offset import check_offset
 from ascend_kv.ops.attention_operands import Operands
 from ascend_kv.ops.attention_tiles import attend_all
 from ascend_kv.ops.paged import check_caches, check_positions, check_scales, check_tables
@@ -35,7 +36,8 @@ SCHEMA = (
     "Tensor? key_scale=None, Tensor? value_scale=None, Tensor? key_zero_point=None, "
     "Tensor? value_zero_point=None, bool causal=True, SymInt window=0, Tensor? sinks=None, "
     "Tensor? score_bias=None, Tensor? key_positions=None, Tensor? query_positions=None, "
-    "Tensor? entries=None) -> (Tensor output, Tensor log_sum_exp)"
+    "Tensor? entries=None, Tensor? key_offset=None, Tensor? rotary_frequencies=None, "
+    "Tensor? offset_query=None) -> (Tensor output, Tensor log_sum_exp)"
 )
 
 
@@ -59,6 +61,9 @@ def paged_attention(
     key_positions: Tensor | None = None,
     query_positions: Tensor | None = None,
     entries: Tensor | None = None,
+    key_offset: Tensor | None = None,
+    rotary_frequencies: Tensor | None = None,
+    offset_query: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T packed queries over the cached tokens of their sequences.
 
@@ -94,6 +99,13 @@ def paged_attention(
             attend to, counted from 0; -1 for none. ``causal`` and ``window`` hold beside it (a
             list of compressed entries wants ``causal=False``). One that is listed twice counts
             twice.
+        key_offset: ``[N, D]`` float32, in place of ``score_bias``: what the cached keys lack before
+            a rotary embedding turns it; q . R(position) key_offset is added to every q . k.
+            Channels i and i + D / 2 are a pair.
+        rotary_frequencies: ``[D / 2]`` float64, radians by which R turns each pair from a position
+            to the next.
+        offset_query: as ``query``, in a float type: what the offset meets in its place where
+            ``query`` was made to fit a cache whose keys are transformed.
 
     Returns:
         output: ``[T, H, D]`` in the query's type; 0 for a query that sees nothing.
@@ -129,6 +141,8 @@ def paged_attention(
             raise UsageError("entries", tuple(entries.shape), f"[{query.shape[0]}, entries]")
         if entries.dtype is not torch.int32:
             raise UsageError("entries", entries.dtype, "torch.int32")
+    offset = key_offset, rotary_frequencies, offset_query
+    check_offset(*offset, score_bias, query, cache_shape[1])
     return _op(
         query,
         key_cache,
@@ -148,6 +162,9 @@ def paged_attention(
         key_positions=key_positions,
         query_positions=query_positions,
         entries=entries,
+        key_offset=key_offset,
+        rotary_frequencies=rotary_frequencies,
+        offset_query=offset_query,
     )
 
 
@@ -238,7 +255,11 @@ def _reference(
     key_positions: Tensor | None = None,
     query_positions: Tensor | None = None,
     entries: Tensor | None = None,
+    key_offset: Tensor | None = None,
+    rotary_frequencies: Tensor | None = None,
+    offset_query: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    plain = None if offset_query is None else offset_query.to(torch.float32) * softmax_scale
     operands = Operands(
         query=query.to(torch.float32) * softmax_scale,
         key_cache=key_cache,
@@ -253,6 +274,9 @@ def _reference(
         query_positions=query_positions,
         causal=causal,
         window=window,
+        key_offset=key_offset,
+        rotary_frequencies=rotary_frequencies,
+        offset_query=plain,
     )
     batch = block_tables, query_lengths, kv_lengths
     if entries is None:

@@ -91,7 +91,7 @@ class Deployment:
             activations_part(
                 model.geometry, model.parameters, serving, parallel, self.element_bytes
             ),
-            score_bias_part(model.geometry, formats, serving, parallel),
+            score_bias_part(model.geometry, formats, serving, self.hardware, parallel),
             loaded_prefix_part(self.geometry, formats, serving, self.hardware, self.element_bytes),
             *self._copy_part(formats, block_size),
         ]

@@ -119,22 +119,29 @@ def activations_part(
 
 
 def score_bias_part(
-    geometry: ModelGeometry, formats: Sequence[LayerFormat], serving: Serving, parallel: Parallel
+    geometry: ModelGeometry,
+    formats: Sequence[LayerFormat],
+    serving: Serving,
+    hardware: Hardware,
+    parallel: Parallel,
 ) -> Part:
     """The bias q.R(n).offset of every query head at every position, float16, one layer at a time.
 
-    Whether it is needed depends on the weights: this counts it where a model has key biases and
-    keys are kept in few bits or as floats of 8 bits; for INT8 it is the upper end of the range.
+    Native attention on a CPU needs none. Elsewhere it depends on the weights: this counts it where
+    a model has key biases and keys are kept in few bits or as floats of 8 bits; for INT8 it is the
+    upper end of the range.
     """
     low_bit = any(spec.key.name.startswith(LOW_BIT) for spec in formats)
     biased = geometry.model_type == "qwen2"
     quantized = any(spec.key.quantized for spec in formats)
     whole = serving.max_num_seqs * geometry.num_heads // parallel.tensor * serving.max_model_len * 2
-    most = whole if biased and quantized else 0
+    most = whole if biased and quantized and hardware.name != "cpu" else 0
     formula = (
         f"{serving.max_num_seqs} sequences x {geometry.num_heads // parallel.tensor} heads x "
         f"{serving.max_model_len:,} positions x 2 B"
         if most
+        else "native attention gives the offset back tile by tile"
+        if biased and quantized
         else "no key bias that quantized keys would want taken out"
     )
     source = "key offset, only for models with a key bias; decided from the weights at load"

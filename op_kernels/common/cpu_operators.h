@@ -19,7 +19,8 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const MaybeTensor& key_zero_point, const MaybeTensor& value_zero_point, bool causal,
     int64_t window, const MaybeTensor& sinks, const MaybeTensor& score_bias,
     const MaybeTensor& key_positions, const MaybeTensor& query_positions,
-    const MaybeTensor& entries);
+    const MaybeTensor& entries, const MaybeTensor& key_offset,
+    const MaybeTensor& rotary_frequencies, const MaybeTensor& offset_query);
 
 std::optional<std::tuple<at::Tensor, at::Tensor>> kv_cache_load(
     const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& block_tables,

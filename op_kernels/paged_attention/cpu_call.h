@@ -10,6 +10,7 @@
 
 #include "../common/cpu_paged.h"
 #include "../common/cpu_vector.h"
+#include "cpu_offset.h"
 #include "cpu_softmax.h"
 
 namespace ascend_kv::cpu {
@@ -42,6 +43,7 @@ struct Call {
   int64_t sink_stride;
   const float* bias;
   int64_t bias_token, bias_head;
+  KeyOffset offset;
   const int32_t* key_positions;
   int64_t position_block, position_head, position_token;
   const std::vector<int64_t>* query_positions;

@@ -2,6 +2,7 @@
 // weighted values. A row is one query with one query head.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "cpu_call.h"
@@ -36,6 +37,7 @@ inline const TypeKernels& kernels_of(Type type) {
 // Memory of a thread, kept from call to call.
 struct Scratch {
   std::vector<float> floats;
+  std::vector<double> turned;
   std::vector<std::pair<int64_t, int64_t>> seen;
 
   // Begins at a cache line: a vector that lies across two takes twice as long to read.
@@ -72,7 +74,8 @@ class ItemRun {
            call.value.scale.kind != Parameter::GROUP;
     const int64_t rows = round_up(rows_, LANES), width = call.padded;
     float* next = scratch.take(
-        rows * ((by_block_ ? 3 : 2) * width + TILE + 6) + TILE + (few_ ? 0 : (2 * TILE + LANES) * width));
+        rows * ((by_block_ ? 3 : 2) * width + TILE + 6) + TILE +
+        (few_ ? 0 : (2 * TILE + LANES) * width) + offset_floats());
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
@@ -87,6 +90,10 @@ class ItemRun {
       converted_ = carve(LANES * width);
     }
     states_ = {carve(rows), carve(rows), carve(rows), carve(rows)};
+    if (const RotaryTables* tables = call.offset.tables.get()) {
+      place_.emplace(*tables, lacks_by_row(), carve(TilePlace::floats(*tables)), scratch.turned);
+      if (lacks_by_row()) lacking_.emplace(*tables, rows_, next);
+    }
     std::fill(states_.largest, states_.largest + rows, NOTHING);
     std::fill(states_.total, states_.total + rows, 0.0f);
     std::fill(states_.zero, states_.zero + rows, 0.0f);
@@ -111,6 +118,15 @@ class ItemRun {
   void score();
   void score_by_block();
   void sum_values();
+  // Few rows, and queries that do not fit the keys to which an offset would be added.
+  bool lacks_by_row() const { return few_ || rows_ <= FEW_ROWS || call_.offset.query; }
+  bool lacks_by_key() const { return place_ && !lacking_; }
+  int64_t offset_floats() const {
+    if (!call_.offset.tables) return 0;
+    const RotaryTables& tables = *call_.offset.tables;
+    return TilePlace::floats(tables) + (lacks_by_row() ? RowOffsets::floats(tables, rows_) : 0);
+  }
+  void load_offset(int row, int64_t token, int64_t query_head, const float* query);
   int64_t block_of(int64_t token) const {
     return call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
   }
@@ -134,14 +150,17 @@ class ItemRun {
   float* block_query_ = nullptr;
   float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
   RowStates states_;
+  std::optional<TilePlace> place_;
+  std::optional<RowOffsets> lacking_;
+  const float* lacks_ = nullptr;  // of the tile, [rows, TILE]
   std::pair<int64_t, int64_t>* seen_;  // first and last position that a row sees
   TileTokens tokens_;
   TileRows at_;
   int64_t first_ = 0;
 };
 
-inline Vec load_query(const Call& call, const char* row, int64_t c, int count) {
-  switch (call.query_type) {
+inline Vec load_query(Type type, const char* row, int64_t c, int count) {
+  switch (type) {
     case Type::HALF: return load_at(reinterpret_cast<const Half*>(row), c, count);
     case Type::BFLOAT: return load_at(reinterpret_cast<const BFloat*>(row), c, count);
     default: return load_at(reinterpret_cast<const float*>(row), c, count);
@@ -161,7 +180,7 @@ inline void ItemRun::load_queries() {
     float* to = query_ + r * call_.padded;
     Vec total{};
     for_vectors(call_.dim, [&](int64_t c, int count) {
-      const Vec q = load_query(call_, from, c, count) * call_.softmax_scale;
+      const Vec q = load_query(call_.query_type, from, c, count) * call_.softmax_scale;
       total = total + q;
       write(to + c, q);
     });
@@ -170,10 +189,24 @@ inline void ItemRun::load_queries() {
     if (zero.kind == Parameter::STATIC) {
       for (int64_t c = 0; c < call_.dim; ++c) shift_[r] += to[c] * zero.fixed(head, c);
     }
-    if (scale.kind == Parameter::STATIC) {
+    if (lacking_) load_offset(r, token, head * group + r % group, to);
+    if (scale.kind == Parameter::STATIC && !lacks_by_key()) {
       for (int64_t c = 0; c < call_.dim; ++c) to[c] *= scale.fixed(head, c);
     }
   }
+}
+
+// `query`: the row's, scaled, where the offset does not meet another.
+inline void ItemRun::load_offset(int row, int64_t token, int64_t query_head, const float* query) {
+  const KeyOffset& offset = call_.offset;
+  if (offset.query) {
+    const char* from = offset.query + token * offset.query_token + query_head * offset.query_head;
+    for_vectors(call_.dim, [&](int64_t c, int count) {
+      write(sums_ + c, load_query(offset.query_type, from, c, count) * call_.softmax_scale);
+    });
+    query = sums_;
+  }
+  lacking_->load_row(row, query, offset.data + item_.kv_head * call_.dim);
 }
 
 inline void ItemRun::read_parameter(
@@ -250,6 +283,7 @@ inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
 }
 
 inline const float* ItemRun::bias_of(int row, int64_t first, int count) {
+  if (lacks_) return lacks_ + row * TILE;
   if (!call_.bias) return nullptr;
   const int64_t group = call_.group();
   const float* bias = call_.bias +
@@ -311,6 +345,17 @@ inline void ItemRun::score() {
     }
     turn_rows(converted_, width, turned_keys_, TILE, k);
   }
+  if (lacks_by_key()) {
+    const Parameter& scale = call_.key.scale;
+    add_offset(
+        *call_.offset.tables, place_->turn(), call_.offset.data + item_.kv_head * call_.dim,
+        tokens_.has_key_scale ? tokens_.key_scale : nullptr,
+        [&](int64_t c) {
+          return scale.kind == Parameter::STATIC ? scale.fixed(item_.kv_head, c) : 1.0f;
+        },
+        whole, turned_keys_);
+    tokens_.has_key_scale = false;
+  }
   multiply(query_, width, rows_, turned_keys_, TILE, call_.dim, whole, scores_, TILE, false);
 }
 
@@ -369,15 +414,18 @@ inline void finish_row(
 
 inline void ItemRun::run(float* parts) {
   const int64_t width = call_.padded, group = call_.group();
-  std::fill(sums_, sums_ + rows_ * width, 0.0f);
   load_queries();
+  std::fill(sums_, sums_ + rows_ * width, 0.0f);
+  if (place_) place_->start(item_.first_key);
   for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
   for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
     aim(first);
     ask_for_parameters(first + TILE);
     const int count = count_from(first);
     read_tile(first);
+    if (place_) place_->next();
     score();
+    if (lacking_) lacks_ = lacking_->make(*place_);
     for (int low = 0; low < rows_; low += LANES) {
       weigh_scores(
           scores_ + low * TILE, std::min(LANES, rows_ - low), tokens_,

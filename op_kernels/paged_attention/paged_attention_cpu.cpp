@@ -74,6 +74,26 @@ bool read_bias(const at::Tensor& bias, int64_t tokens, at::IntArrayRef kv_length
   });
 }
 
+// Keys whose order says nothing of their positions are left to the reference.
+bool read_offset(
+    const at::Tensor& offset, const at::Tensor& frequencies, const at::Tensor* query, Call& call) {
+  if (call.key_positions || call.bias || call.dim % 2) return false;
+  if (offset.scalar_type() != at::kFloat || frequencies.scalar_type() != at::kDouble) return false;
+  if (offset.sizes() != at::IntArrayRef{call.kv_heads, call.dim}) return false;
+  if (frequencies.sizes() != at::IntArrayRef{call.dim / 2}) return false;
+  KeyOffset& out = call.offset;
+  out.tables = RotaryTables::of(frequencies.const_data_ptr<double>(), call.dim / 2);
+  out.data = offset.const_data_ptr<float>();
+  if (!query) return true;
+  const auto type = type_of(*query);
+  if (!type || is_quantized(*type)) return false;
+  out.query = static_cast<const char*>(query->const_data_ptr());
+  out.query_type = *type;
+  out.query_token = query->stride(0) * bytes_of_type(*type);
+  out.query_head = query->stride(1) * bytes_of_type(*type);
+  return true;
+}
+
 void run(const Call& call, const Plan& plan) {
   const at::Tensor kept = plan.part_floats
                               ? at::empty({plan.part_floats}, at::TensorOptions(at::kFloat))
@@ -109,7 +129,8 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const MaybeTensor& key_zero_point, const MaybeTensor& value_zero_point, bool causal,
     int64_t window, const MaybeTensor& sinks, const MaybeTensor& score_bias,
     const MaybeTensor& key_positions, const MaybeTensor& query_positions,
-    const MaybeTensor& entries) {
+    const MaybeTensor& entries, const MaybeTensor& key_offset,
+    const MaybeTensor& rotary_frequencies, const MaybeTensor& offset_query) {
   Call call{};
   if (entries || !caches_agree(key_cache, value_cache)) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return {};
@@ -165,6 +186,15 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
   if (score_bias) {
     bias = channels_together(score_bias->to(at::kFloat));
     if (!read_bias(bias, tokens, kv_lengths, call)) return {};
+  }
+
+  at::Tensor offset, frequencies, plain;
+  if (key_offset.has_value() != rotary_frequencies.has_value()) return {};
+  if (key_offset) {
+    offset = key_offset->contiguous(), frequencies = rotary_frequencies->contiguous();
+    if (offset_query) plain = channels_together(*offset_query);
+    if (plain.defined() && plain.sizes() != query.sizes()) return {};
+    if (!read_offset(offset, frequencies, plain.defined() ? &plain : nullptr, call)) return {};
   }
 
   at::Tensor output = at::empty(query.sizes(), query.options());
