@@ -12,6 +12,12 @@
 
 namespace ascend_kv::cpu {
 
+// As dot_block of cpu_few_rows.h.
+template <int R>
+inline void dot_turned(
+    const float* rows, int64_t row_stride, const void* const* keys, const void* const* upcoming,
+    int count, int64_t dim, float* scores, int64_t score_stride);
+
 #if defined(ASCEND_KV_AVX512)
 
 template <class T, int ROWS>
@@ -79,7 +85,6 @@ inline void dot_turned_keys(
   });
 }
 
-// As dot_block of cpu_few_rows.h.
 template <int R>
 inline void dot_turned(
     const float* rows, int64_t row_stride, const void* const* keys, const void* const* upcoming,
