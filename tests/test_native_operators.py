@@ -340,6 +340,22 @@ def _attention(
     return torch.cat(outputs), torch.cat(sums)
 
 
+@pytest.mark.parametrize("group", [4, 5, 7, 8, 14])
+@pytest.mark.parametrize("dim", [1, 15, 17, 63, 64, 80, 128, 130, 300])
+def test_query_heads_that_share_int8_keys(group: int, dim: int) -> None:
+    lengths = [1, 15, 17, 33, 64, 1100, 0]
+    tensors, scales = attention_case(torch.int8, lengths, dim=dim)
+    for scale in scales.values():  # of tokens that are not there
+        scale[tensors[2][2, 1], :, 1:] = math.nan
+    query_lengths = [1] * 6 + [0]
+    query = torch.randn(sum(query_lengths), 2 * group, dim)
+    options = {**scales, "sinks": torch.randn(2 * group), "window": 1050}
+    call = (query, *tensors, query_lengths, lengths, dim**-0.5)
+    native, reference = both("paged_attention", *call, **options)
+    for found, expected in zip(native, reference, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("hidden", [slice(0, 1500), slice(1500, 3000), slice(0, 3000)])
 def test_parts_of_which_nothing_is_seen(hidden: slice) -> None:
     tensors, scales = attention_case(torch.float32, [3000], dim=64)

@@ -7,19 +7,13 @@
 #include <algorithm>
 
 #include "../common/cpu_vector.h"
+#include "cpu_ask_for.h"
+#include "cpu_turned_keys.h"
 
 namespace ascend_kv::cpu {
 
 #define ASCEND_KV_INLINED __attribute__((always_inline))
 #define ASCEND_KV_INLINE inline ASCEND_KV_INLINED
-
-constexpr int64_t LINE_BYTES = 64;
-
-// Into the second-level cache: it takes more requests at a time than the first.
-inline void ask_for(const void* stored, int64_t bytes) {
-  for (int64_t c = 0; c < bytes; c += LINE_BYTES)
-    __builtin_prefetch(static_cast<const char*>(stored) + c, 0, 2);
-}
 
 // Sums that stay in registers, beside what is loaded: AVX2 has 16 registers, the others 32, and
 // AVX-512 multiplies with what lies in memory.
@@ -134,9 +128,12 @@ void dot_rows(
     const float* rows, int64_t row_stride, int num_rows, const void* const* keys,
     const void* const* upcoming, int count, int64_t dim, float* scores, int64_t score_stride) {
   for_row_blocks<MOST_ROWS>(num_rows, [&](auto block, int first) {
-    dot_block<T, block()>(
-        rows + first * row_stride, row_stride, keys, upcoming, count, dim,
-        scores + first * score_stride, score_stride);
+    const float* from = rows + first * row_stride;
+    float* to = scores + first * score_stride;
+    if constexpr (TURNS_KEYS<T, block()>)
+      dot_turned<block()>(from, row_stride, keys, upcoming, count, dim, to, score_stride);
+    else
+      dot_block<T, block()>(from, row_stride, keys, upcoming, count, dim, to, score_stride);
   });
 }
 
