@@ -14,7 +14,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
-from ascend_kv.formats import INT4
+from ascend_kv.formats import INT4, INT8
 from ascend_kv.formats.base import Encoded
 from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
 
@@ -94,6 +94,21 @@ def test_attention(
     )
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found_sums, sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_int8_keys(block_size: int, group: int) -> None:
+    shape, lengths = (9, 2, block_size, 40), [4 * block_size, block_size + 3]
+    key, value = (INT8.encode(torch.randn(shape), axes, True) for axes in ((2,), (3,)))
+    tables = torch.randperm(9)[:8].view(2, 4)
+    query = torch.randn(2, 2 * group, 40)
+    options = {"key_scale": key.scale, **_squeezed("value", value)}
+    batch = query, key.codes, value.codes, tables, [1, 1], lengths, 0.2
+    found = call("paged_attention", False)(*batch, **options)
+    wanted = call("paged_attention", True)(*batch, **options)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reference", SERVED)
