@@ -18,6 +18,7 @@ from conditioned_models import MODELS, greedy, load_uneven, plan, random_tokens,
 from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.evaluate.planted_bias import measure_planted_bias
+from ascend_kv.formats.hadamard import rotate_keys
 from ascend_kv.integrations import key_offset
 from ascend_kv.integrations.key_offset import (
     KeyOffset,
@@ -132,6 +133,19 @@ def test_attention_equals_the_oracle(
         window=window, **cache.scales,
     )  # fmt: skip
     assert (actual - without).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("evenly", [True, False])
+def test_rotated_keys(evenly: bool) -> None:
+    """The offset meets queries as they were before they were rotated as the keys are."""
+    cache, offset = make_cache("float32", 13), make_offset(32, evenly)
+    rotated = cache._replace(key=rotate_keys(cache.key), rotated_keys=True)
+    query = torch.randn(10, HEADS, DIM)
+    tables = torch.tensor([[9, 2, 5, 0, 7], [4, 1, 3, -1, -1]])
+    found, wanted = (
+        offset.attend(1, query, x, tables, [1, 9], [17, 9], DIM**-0.5, 0) for x in (rotated, cache)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)  # scores of hundreds
 
 
 def test_the_score_bias_is_what_scores_lack() -> None:

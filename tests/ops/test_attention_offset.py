@@ -225,6 +225,19 @@ def test_the_millionth_position_is_as_exact_as_the_first(cache_with: Any, querie
         assert_within(sums[-1, 0], bias[-window:].logsumexp(-1).numpy(), tolerance)
 
 
+def test_the_slowest_pairs_of_a_long_sequence(cache_with: Any) -> None:
+    """So long that an item has more tiles than those pairs are added up for at once."""
+    length = 140_000
+    cache = cache_with([length], kv_heads=1, dim=96, block_size=64)
+    for tensor in cache.tensors:
+        tensor.zero_()
+    query, offset = torch.randn(1, 2, 96), draw(1, 96)
+    offset["key_offset"] *= 3
+    bias = whole_bias(query, offset, length)[0]
+    _, sums = run(cache, query, [1], **offset)
+    assert_within(sums[0], bias.logsumexp(-1).numpy(), 1e-4)
+
+
 def test_the_bias_that_an_offset_stands_for() -> None:
     query, offset = torch.randn(3, 4, 10), draw(2, 10)
     bias = score_bias_of(query * 10**-0.5, **offset, length=70)
