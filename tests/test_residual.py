@@ -117,11 +117,18 @@ def rotated(x: np.ndarray) -> np.ndarray:
 
 
 def bias_of(
-    queries: torch.Tensor, bias: torch.Tensor, asked: torch.Tensor, scale: float, length: int
-) -> torch.Tensor:
-    """The rows of ``bias`` [T, H, P] that belong to the queries that are ``asked``."""
+    queries: torch.Tensor,
+    bias: torch.Tensor,
+    asked: torch.Tensor,
+    scale: float,
+    length: int,
+    first: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Of ``bias`` [T, H, P] the rows of the queries that are ``asked``, from their first keys on."""
     same = (asked[:, None] == queries[None]).flatten(2).all(2)
-    return bias[same.int().argmax(1), :, :length]
+    rows = bias[same.int().argmax(1)]
+    columns = torch.arange(length) + (0 if first is None else first[:, None, None])
+    return {"score_bias": rows.gather(2, columns.expand(*rows.shape[:2], length))}
 
 
 def run(
@@ -149,12 +156,10 @@ def run(
         parts = [
             torch.cat([texts[i][n][s] for i, s in zip(rows, spans, strict=True)]) for n in range(3)
         ]
-        bias = None
         if biases is not None:
             wanted = torch.cat([biases[i][s] for i, s in zip(rows, spans, strict=True)])
-            bias = partial(bias_of, parts[0], wanted)
-
-        result = layer.attend(*parts, pieces, SCALE, window, bias, lacking)
+            lacking = partial(bias_of, parts[0], wanted)
+        result = layer.attend(*parts, pieces, SCALE, window, lacking)
         for i, span, part in zip(rows, spans, result.split(counts), strict=True):
             done[i] = span.stop
             outputs[i].append(part)
@@ -192,14 +197,17 @@ def test_a_score_bias_by_position(elements: int, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_allclose(one, wanted, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("evenly", [True, False])
 @pytest.mark.parametrize("window", [0, 7])
-def test_an_offset_that_attention_gives_back(window: int) -> None:
-    """As with the score bias that it stands for, wherever a query's own block begins."""
+def test_an_offset_that_attention_gives_back(window: int, evenly: bool) -> None:
+    """As with the score bias of all positions, wherever a query's own block begins.
+
+    ``evenly``: it is known that the angles grow so, and native attention needs no bias.
+    """
     angles = torch.arange(64)[:, None] * torch.tensor([1.1, 0.3, 0.01], dtype=torch.float64)
     table = 1.5 * torch.stack((angles.cos(), angles.sin()), -1).float()
-    offset = KeyOffset({0: 5 * torch.randn(KV_HEADS, DIM)}, table, Rotation(angles[1], 1.5))
-    if not offset.needs_no_bias(0):
-        pytest.skip("no native operators are built here")
+    rotation = Rotation(angles[1], 1.5) if evenly else None
+    offset = KeyOffset({0: 5 * torch.randn(KV_HEADS, DIM)}, table, rotation)
     texts = [random_text(n, seed=n) for n in (13, 9)]
     biases = [offset.score_bias(0, query, SCALE, len(query)) for query, _, _ in texts]
     lacking = partial(offset.attention_arguments, 0)

@@ -37,13 +37,11 @@ if TYPE_CHECKING:
     from ascend_kv.cache.paged import LayerCache
 
 Tensor = torch.Tensor
-ScoreBias = Callable[[Tensor, float, int], Tensor]
-"""Queries [T, H, D], scale of scores, length: what scores lack, ``[T, H, length]`` float32."""
-Lacking = Callable[[Tensor, Tensor | None], dict[str, Any]]
-"""Queries [T, H, D], the position [T] of the first key that each reads, 0 where None: keyword
-arguments by which ``paged_attention`` adds the same without such a tensor."""
+Lacking = Callable[[Tensor, float, int, Tensor | None], dict[str, Any]]
+"""Queries [T, H, D], scale of scores, length, the position [T] of the first key that each reads, 0
+where None: keyword arguments by which ``paged_attention`` adds what scores lack."""
 
-# The score bias of one call, in float32 elements: 64 MiB.
+# That may be a score bias; of one call, in float32 elements: 64 MiB.
 BIAS_ELEMENTS = 1 << 24
 
 
@@ -202,7 +200,6 @@ class ResidualLayer:
         step: Sequence[Pieces],
         softmax_scale: float,
         window: int = 0,
-        bias: ScoreBias | None = None,
         lacking: Lacking | None = None,
     ) -> Tensor:
         """Store a step's tokens and attend to what is stored then: ``[T, H, D]``, query's type.
@@ -211,8 +208,7 @@ class ResidualLayer:
             query: ``[T, H, D]``. key: ``[T, N, D]``. value: alike.
             step: from ``cut_step``.
             softmax_scale, window: as ``paged_attention``'s.
-            bias: what the scores lack.
-            lacking: the same in another way, in its place.
+            lacking: what the scores lack.
         """
         if self.format.value.hadamard:
             value = rotate_keys(value)
@@ -221,12 +217,10 @@ class ResidualLayer:
             open_key, open_value, places = self._store(key[some.rows], value[some.rows], some)
             opened = open_key, open_value, places
             asked = query[some.rows].to(torch.float32)
-            most = None if bias is None else BIAS_ELEMENTS // query.shape[1]
+            most = None if lacking is None else BIAS_ELEMENTS // query.shape[1]
             for low, high in some.cut(most):
                 outputs.append(
-                    self._attend(
-                        asked, some, low, high, opened, softmax_scale, window, bias, lacking
-                    )
+                    self._attend(asked, some, low, high, opened, softmax_scale, window, lacking)
                 )
         if not outputs:
             return torch.empty_like(query)
@@ -278,7 +272,6 @@ class ResidualLayer:
         opened: tuple[Tensor, Tensor, Tensor],
         softmax_scale: float,
         window: int,
-        bias: ScoreBias | None,
         lacking: Lacking | None,
     ) -> Tensor:
         """Pieces ``low`` to ``high``; ``query`` is that of all pieces, float32."""
@@ -287,20 +280,11 @@ class ResidualLayer:
         first = sum(piece.stop - piece.start for piece in some.pieces[:low])
         rows = slice(first, first + sum(counts))
         query, positions, offsets = query[rows], some.positions[rows], some.offsets[rows]
-        longest = max(piece.stop for piece in pieces)
-        whole = None if bias is None else bias(query, softmax_scale, longest)
-
         open_key, open_value, places = opened
         filled = [piece.stop - some.before(piece) for piece in pieces]
         more: dict[str, Any] = {}
         if lacking is not None:
-            more = lacking(query, positions - offsets)
-        elif whole is not None:
-            columns = (positions - offsets)[:, None] + torch.arange(
-                max(filled), device=query.device
-            )
-            columns = columns.clamp_(max=longest - 1)[:, None].expand(-1, query.shape[1], -1)
-            more = {"score_bias": whole.gather(2, columns)}
+            more = lacking(query, softmax_scale, max(filled), positions - offsets)
         output, sums = ops.paged_attention(
             query, open_key, open_value, places[low:high, None], counts, filled, softmax_scale,
             window=window, **more,
@@ -315,17 +299,16 @@ class ResidualLayer:
             kept = torch.tensor([bool(some.before(piece)) for piece in pieces], device=query.device)
             taken = kept[some.piece[rows] - low].nonzero()[:, 0]
         chosen = [low + number for number in read]
+        before = [some.before(pieces[number]) for number in read]
         if lacking is not None:
-            more = lacking(query[taken], None)
-        elif whole is not None:
-            more = {"score_bias": whole[taken]}
+            more = lacking(query[taken], softmax_scale, max(before), None)
         blocks_output, blocks_sums = ops.paged_attention(
             query[taken],
             self.stored.key,
             self.stored.value,
             some.tables[chosen],
             [counts[number] for number in read],
-            [some.before(pieces[number]) for number in read],
+            before,
             softmax_scale,
             **self.stored.scales,
             causal=False,

@@ -101,13 +101,10 @@ class CacheStep:
     ) -> torch.Tensor:
         cache = self._layers[layer]
         if isinstance(cache, ResidualLayer):
-            gives_back: dict[str, Any] = {}
+            lacking = None
             if self._offset is not None and layer in self._offset:
-                if self._offset.needs_no_bias(layer):
-                    gives_back["lacking"] = partial(self._offset.attention_arguments, layer)
-                else:
-                    gives_back["bias"] = partial(self._offset.score_bias, layer)
-            return cache.attend(query, key, value, self._pieces, scaling, window, **gives_back)
+                lacking = partial(self._offset.attention_arguments, layer)
+            return cache.attend(query, key, value, self._pieces, scaling, window, lacking)
         cache.store(key, value, self._slot_mapping, self.positions)
         if self._offset is not None and layer in self._offset:
             return self._offset.attend(

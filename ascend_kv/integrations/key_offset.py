@@ -87,8 +87,18 @@ class KeyOffset:
         turned = rotated_offset(self._offsets[layer], self._table, positions[None, None])
         return key.to(torch.float32) + turned[0].transpose(0, 1)
 
-    def score_bias(self, layer: int, query: Tensor, softmax_scale: float, length: int) -> Tensor:
-        """What the scaled scores of ``query`` [T, H, D] lack: ``[T, H, length]`` float32."""
+    def score_bias(
+        self,
+        layer: int,
+        query: Tensor,
+        softmax_scale: float,
+        length: int,
+        first: Tensor | None = None,
+    ) -> Tensor:
+        """What the scaled scores of ``query`` [T, H, D] lack: ``[T, H, length]`` float32.
+
+        ``first`` [T]: the position of the first key of each query; None: 0.
+        """
         offset = self._offsets[layer]
         tokens, heads, dim = query.shape
         kv_heads = offset.shape[0]
@@ -97,23 +107,33 @@ class KeyOffset:
         q1, q2 = grouped.chunk(2, -1)
         b1, b2 = offset[:, None].chunk(2, -1)
         features = torch.stack((q1 * b1 + q2 * b2, q2 * b1 - q1 * b2), -1)
-        return features.view(tokens, heads, dim) @ self._table[:length].view(length, dim).t()
-
-    def needs_no_bias(self, layer: int) -> bool:
-        """Whether attention gives the offset back by itself, from ``attention_arguments``."""
-        return layer in self._operands
+        features = features.view(tokens, heads, dim)
+        if first is None:
+            return features @ self._table[:length].view(length, dim).t()
+        places = first[:, None] + torch.arange(length, device=first.device)
+        turns = self._table[places.clamp_(max=len(self._table) - 1)]  # beyond it there is no key
+        return features @ turns.flatten(2).transpose(1, 2)
 
     def attention_arguments(
-        self, layer: int, query: Tensor, first: Tensor | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        softmax_scale: float,
+        length: int,
+        first: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Keyword arguments of ``paged_attention`` in place of a score bias.
+        """Keyword arguments by which ``paged_attention`` gives the offset back.
 
         Args:
-            layer: one that ``needs_no_bias``.
+            layer: one that has an offset.
             query: ``[T, H, D]``, not scaled.
+            softmax_scale: of the scores.
+            length: of the longest sequence, or of what is read of it.
             first: ``[T]``, the position of the first key that each query reads; None: 0.
         """
-        operands = self._operands[layer]
+        operands = self._operands.get(layer)
+        if operands is None:
+            return {"score_bias": self.score_bias(layer, query, softmax_scale, length, first)}
         if first is None:
             return operands
         # q . R(first + i) b = (R(-first) q) . R(i) b
@@ -138,7 +158,7 @@ class KeyOffset:
 
         A score bias that has to exist as a whole is made in as many calls as keep it small.
         """
-        if self.needs_no_bias(layer):
+        if layer in self._operands:
             return cache.attend(
                 query,
                 block_tables,
@@ -146,7 +166,7 @@ class KeyOffset:
                 kv_lengths,
                 softmax_scale,
                 window=window,
-                **self.attention_arguments(layer, query),
+                **self._operands[layer],
             )
         outputs = []
         start = 0
