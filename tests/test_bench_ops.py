@@ -108,9 +108,10 @@ def test_the_tool_end_to_end(
         assert r["fraction_of_limit"] == r["limit_seconds"] / r["median_seconds"]
     assert [fit["shape"] for fit in report["fits"]] == (["4/2x16"] if "native" in served else [])
     assert plot.read_bytes().startswith(b"\x89PNG")
-    prefill, *costs = [(c["operator"], c["context"]) for c in report["offset_costs"]][::-1] or [()]
-    assert not prefill or prefill == ("paged_attention prefill", 5)
-    assert [context for _, context in costs] == ([64, 32, 16] if "native" in served else [])
+    costs = [(cost["operator"], cost["context"]) for cost in report["offset_costs"]]
+    decodes = [("paged_attention decode", context) for context in (16, 32, 64)]
+    expected = [*decodes, ("paged_attention prefill", 5)] if "native" in served else []
+    assert costs == expected
 
 
 def test_what_an_offset_adds() -> None:

@@ -13,6 +13,7 @@ from tiny_models import make_model
 
 from ascend_kv.evaluate.quality.policies import REFERENCE, Policy
 from ascend_kv.evaluate.quality.scorers import PagedScorer, make_runner, paged_cost
+from ascend_kv.evaluate.quality import scoring
 from ascend_kv.evaluate.quality.scoring import log_probabilities, score_chunk, score_window
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.ops import platform
@@ -32,10 +33,17 @@ def oracle(p_logits: np.ndarray, q_logits: np.ndarray) -> float:
     return math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q))
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33])
+@pytest.mark.parametrize("at_once", [1, 4 * 501, 1 << 20])
+@pytest.mark.parametrize("tokens", [1, 4, 13])
 @pytest.mark.parametrize("error", [1e-4, 0.1, 5.0])
-def test_scores_equal_the_oracle(tokens: int, error: float) -> None:
-    """Errors down to where the divergence is 1e-9, which float32 could not tell from 0."""
+def test_scores_equal_the_oracle(
+    tokens: int, error: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors down to where the divergence is 1e-9, which float32 could not tell from 0.
+
+    ``at_once``: one row of the vocabulary at a time, four, all.
+    """
+    monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
     p = torch.randn(tokens, 501) * 6
     q = p + error * torch.randn(tokens, 501)
     targets = torch.randint(0, 501, (tokens,))

@@ -18,7 +18,7 @@ from conditioned_models import MODELS, greedy, load_uneven, plan, random_tokens,
 from ascend_kv import ops
 from ascend_kv.cache.paged import LayerCache
 from ascend_kv.evaluate.planted_bias import measure_planted_bias
-from ascend_kv.formats.hadamard import rotate_keys
+from ascend_kv.formats.hadamard import rotate
 from ascend_kv.integrations import key_offset
 from ascend_kv.integrations.key_offset import (
     KeyOffset,
@@ -139,7 +139,7 @@ def test_attention_equals_the_oracle(
 def test_rotated_keys(evenly: bool) -> None:
     """The offset meets queries as they were before they were rotated as the keys are."""
     cache, offset = make_cache("float32", 13), make_offset(32, evenly)
-    rotated = cache._replace(key=rotate_keys(cache.key), rotated_keys=True)
+    rotated = cache._replace(key=rotate(cache.key), rotated_keys=True)
     query = torch.randn(10, HEADS, DIM)
     tables = torch.tensor([[9, 2, 5, 0, 7], [4, 1, 3, -1, -1]])
     found, wanted = (

@@ -124,7 +124,7 @@ def bias_of(
     length: int,
     first: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Of ``bias`` [T, H, P] the rows of the queries that are ``asked``, from their first keys on."""
+    """The rows of ``bias`` [T, H, P] of the queries ``asked``, from their first keys on."""
     same = (asked[:, None] == queries[None]).flatten(2).all(2)
     rows = bias[same.int().argmax(1)]
     columns = torch.arange(length) + (0 if first is None else first[:, None, None])

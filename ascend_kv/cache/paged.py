@@ -27,7 +27,7 @@ from ascend_kv.cache.huge_pages import prefer_huge_pages
 from ascend_kv.cache.residual import ResidualLayer, residual_dtype
 from ascend_kv.cache.static_layer import ClippedShare, StaticScales
 from ascend_kv.formats import format_named
-from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
+from ascend_kv.formats.hadamard import rotate, rotate_back
 from ascend_kv.geometry import FormatSpec, LayerFormat, ModelGeometry
 
 Tensor = torch.Tensor
@@ -92,9 +92,9 @@ class LayerCache(NamedTuple):
             self.static.count(key, value, positions)
             self._place_scales(self.static, slots, positions)
         if self.rotated_keys:
-            key = rotate_keys(key)
+            key = rotate(key)
         if self.rotated_values:
-            value = rotate_keys(value)
+            value = rotate(value)
         dynamic = self.static is None
         ops.kv_cache_store(key, value, self.key, self.value, slots, **self.scales, dynamic=dynamic)
 
@@ -118,7 +118,7 @@ class LayerCache(NamedTuple):
         """
         asked = query
         if self.rotated_keys:
-            asked = rotate_queries(query)
+            asked = rotate_back(query)
             if "key_offset" in options:
                 options["offset_query"] = query
         output, _ = ops.paged_attention(
@@ -133,7 +133,7 @@ class LayerCache(NamedTuple):
             **options,
         )
         if self.rotated_values:
-            output = rotate_queries(output)
+            output = rotate_back(output)
         return output.to(query.dtype)
 
     def _place_scales(self, static: StaticScales, slots: Tensor, positions: Tensor) -> None:

@@ -31,7 +31,7 @@ import torch
 
 from ascend_kv import ops
 from ascend_kv.cache_formats import FormatSpec, LayerFormat
-from ascend_kv.formats.hadamard import rotate_keys, rotate_queries
+from ascend_kv.formats.hadamard import rotate, rotate_back
 
 if TYPE_CHECKING:
     from ascend_kv.cache.paged import LayerCache
@@ -211,7 +211,7 @@ class ResidualLayer:
             lacking: what the scores lack.
         """
         if self.format.value.hadamard:
-            value = rotate_keys(value)
+            value = rotate(value)
         outputs = []
         for some in step:
             open_key, open_value, places = self._store(key[some.rows], value[some.rows], some)
@@ -226,7 +226,7 @@ class ResidualLayer:
             return torch.empty_like(query)
         output = torch.cat(outputs)
         if self.format.value.hadamard:
-            output = rotate_queries(output)
+            output = rotate_back(output)
         return output.to(query.dtype)
 
     def _store(self, key: Tensor, value: Tensor, some: Pieces) -> tuple[Tensor, Tensor, Tensor]:

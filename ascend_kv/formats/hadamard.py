@@ -33,16 +33,19 @@ from ascend_kv.cache_formats import rotated_channels
 Tensor = torch.Tensor
 
 
-def rotate_keys(key: Tensor) -> Tensor:
-    """``[..., D]`` in any float type to float32, as keys, and values, are stored."""
-    exponent = _exponent(key)
-    return _transform(key) * 2.0 ** -(exponent - exponent // 2)
+def rotate(x: Tensor) -> Tensor:
+    """Keys or values ``[..., D]`` in any float type as they are stored, in float32."""
+    exponent = _exponent(x)
+    return _transform(x) * 2.0 ** -(exponent - exponent // 2)
 
 
-def rotate_queries(query: Tensor) -> Tensor:
-    """``[..., D]`` in any float type to float32, as rotated keys want them; outputs of rotated
-    values back to what they are."""
-    return _transform(query) * 2.0 ** -(_exponent(query) // 2)
+def rotate_back(x: Tensor) -> Tensor:
+    """Undoes ``rotate``: ``[..., D]`` in any float type to float32.
+
+    Outputs over rotated values become what they are. Queries become what rotated keys want, for H
+    is its own transpose.
+    """
+    return _transform(x) * 2.0 ** -(_exponent(x) // 2)
 
 
 def _exponent(x: Tensor) -> int:

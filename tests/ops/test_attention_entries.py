@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
+from attention_calls import run, truth
 from compare import assert_as_good, assert_rounded, assert_within
 
 from ascend_kv import ops
@@ -28,37 +28,6 @@ def lists(query_lengths: list[int], kv_lengths: list[int], width: int) -> torch.
             row[np.random.permutation(width)[: len(chosen)]] = chosen
             rows.append(row)
     return torch.tensor(np.array(rows).reshape(-1, width), dtype=torch.int32)
-
-
-def run(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any) -> Any:
-    return ops.paged_attention(
-        query,
-        *cache.tensors,
-        cache.tables,
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        **cache.scales,
-        **options,
-    )
-
-
-def truth(
-    cache: Any, query: torch.Tensor, query_lengths: list[int], dtype: type, **options: Any
-) -> Any:
-    visible = oracle.Visible(options.pop("causal", True), options.pop("window", 0))
-    arrays = {name: option.double().numpy() for name, option in options.items()}
-    return oracle.paged_attention(
-        query.double().numpy(),
-        *cache.sides,
-        cache.tables.numpy(),
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        visible=visible,
-        dtype=dtype,
-        **arrays,
-    )
 
 
 def check(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any) -> None:

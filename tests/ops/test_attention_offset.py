@@ -7,14 +7,13 @@ import sys
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
+from attention_calls import run, truth
 from compare import assert_as_good, assert_within
 
-from ascend_kv import ops
 from ascend_kv.errors import UsageError
-from ascend_kv.formats.hadamard import rotate_queries
+from ascend_kv.formats.hadamard import rotate_back
 from ascend_kv.ops.attention_offset import lacking_at, score_bias_of
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, operator
 
@@ -30,37 +29,6 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 # decodes and prefills, sequences of several tiles, one without queries
 MIXED = ([1, 5, 0, 1, 33, 1, 130], [150, 65, 9, 64, 40, 1, 130])
-
-
-def run(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any) -> Any:
-    return ops.paged_attention(
-        query,
-        *cache.tensors,
-        cache.tables,
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        **cache.scales,
-        **options,
-    )
-
-
-def truth(
-    cache: Any, query: torch.Tensor, query_lengths: list[int], dtype: type, **options: Any
-) -> Any:
-    visible = oracle.Visible(options.pop("causal", True), options.pop("window", 0))
-    arrays = {name: option.double().numpy() for name, option in options.items()}
-    return oracle.paged_attention(
-        query.double().numpy(),
-        *cache.sides,
-        cache.tables.numpy(),
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        visible=visible,
-        dtype=dtype,
-        **arrays,
-    )
 
 
 def draw(kv_heads: int, dim: int) -> dict[str, Tensor]:
@@ -156,7 +124,7 @@ def test_queries_of_transformed_keys(cache_with: Any, dtype: torch.dtype) -> Non
     queries, lengths = MIXED
     cache = cache_with(lengths, dim=16)
     plain = torch.randn(sum(queries), 4, 16).to(dtype)
-    check(cache, rotate_queries(plain), queries, draw(2, 16), offset_query=plain)
+    check(cache, rotate_back(plain), queries, draw(2, 16), offset_query=plain)
 
 
 def test_frequencies_in_any_order(cache_with: Any) -> None:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
+from attention_calls import run, truth
 from compare import assert_as_good, assert_rounded, assert_within, largest
 
 from ascend_kv import ops
@@ -18,37 +18,6 @@ from ascend_kv.ops import attention_tiles
 INT8 = {"dtype": torch.int8}
 DECODES = ([1, 1, 1, 1], [33, 7, 16, 1])
 MIXED = ([1, 5, 0, 1, 33, 1, 17], [20, 5, 9, 33, 40, 1, 17])
-
-
-def run(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any) -> Any:
-    return ops.paged_attention(
-        query,
-        *cache.tensors,
-        cache.tables,
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        **cache.scales,
-        **options,
-    )
-
-
-def truth(
-    cache: Any, query: torch.Tensor, query_lengths: list[int], dtype: type, **options: Any
-) -> Any:
-    visible = oracle.Visible(options.pop("causal", True), options.pop("window", 0))
-    arrays = {name: option.double().numpy() for name, option in options.items()}
-    return oracle.paged_attention(
-        query.double().numpy(),
-        *cache.sides,
-        cache.tables.numpy(),
-        query_lengths,
-        cache.kv_lengths,
-        query.shape[2] ** -0.5,
-        visible=visible,
-        dtype=dtype,
-        **arrays,
-    )
 
 
 def check(cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any) -> None:
