@@ -11,9 +11,9 @@ import torch
 import transformers
 from tiny_models import make_model
 
+from ascend_kv.evaluate.quality import scoring
 from ascend_kv.evaluate.quality.policies import REFERENCE, Policy
 from ascend_kv.evaluate.quality.scorers import PagedScorer, make_runner, paged_cost
-from ascend_kv.evaluate.quality import scoring
 from ascend_kv.evaluate.quality.scoring import log_probabilities, score_chunk, score_window
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.ops import platform
