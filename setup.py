@@ -37,6 +37,7 @@ CPU_FLAGS = (
 # The widest of these that this CPU has is compiled for (op_kernels/common/cpu_vector.h). The names
 # are those of /proc/cpuinfo, and with -m before them those of the compiler. On ARM none is needed.
 CPU_LEVELS = (
+    ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "amx_tile", "amx_int8"),
     ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
     ("avx2", "fma", "f16c"),
     (),
@@ -141,7 +142,7 @@ def cpu_operators() -> dict[str, Any]:
         include_dirs=cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         libraries=["c10", "torch_cpu"],
-        extra_compile_args=[*CPU_FLAGS, *(f"-m{feature}" for feature in features)],
+        extra_compile_args=[*CPU_FLAGS, *(f"-m{feature.replace('_', '-')}" for feature in features)],
         language="c++",
     )
     command = BuildOperators.with_options(no_python_abi_suffix=True)

@@ -8,6 +8,7 @@
 #include "cpu_call.h"
 #include "cpu_few_rows.h"
 #include "cpu_many_rows.h"
+#include "cpu_matrix_unit.h"
 #include "cpu_softmax.h"
 
 namespace ascend_kv::cpu {
@@ -72,11 +73,17 @@ class ItemRun {
                           call.block_size % LANES == 0 && item.first_key % LANES == 0;
     few_ = rows_ <= FEW_ROWS && (call.key.scale.kind != Parameter::GROUP || lined_up) &&
            call.value.scale.kind != Parameter::GROUP;
+    unit_keys_ = MatrixUnit::serves(call.key, rows_, call.dim) &&
+                 (lacks_by_row() || !call.offset.tables);
+    unit_values_ = MatrixUnit::serves(call.value, rows_, call.dim);
+    const bool any_unit = unit_keys_ || unit_values_;
     const int64_t rows = round_up(rows_, LANES), width = call.padded;
     float* next = scratch.take(
         rows * ((by_block_ ? 3 : 2) * width + TILE + 6) + TILE +
-        (few_ ? 0 : (2 * TILE + LANES) * width) + offset_floats());
+        (few_ ? 0 : (2 * TILE + LANES) * width) + offset_floats() +
+        (any_unit ? MatrixUnit::floats(rows_, call.dim) : 0));
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
+    if (any_unit) unit_.emplace(rows_, call.dim, carve(MatrixUnit::floats(rows_, call.dim)));
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
     if (by_block_) block_query_ = carve(rows * width);
@@ -146,6 +153,8 @@ class ItemRun {
   const Sequence& sequence_;
   int rows_;
   bool few_, by_block_;
+  std::optional<MatrixUnit> unit_;
+  bool unit_keys_, unit_values_;  // what it multiplies
   float *query_, *sums_, *scores_, *query_sum_, *shift_, *bias_;
   float* block_query_ = nullptr;
   float *turned_keys_ = nullptr, *values_ = nullptr, *converted_ = nullptr;
@@ -194,6 +203,7 @@ inline void ItemRun::load_queries() {
       for (int64_t c = 0; c < call_.dim; ++c) to[c] *= scale.fixed(head, c);
     }
   }
+  if (unit_keys_) unit_keys_ = unit_->load_rows(query_, call_.padded);
 }
 
 // `query`: the row's, scaled, where the offset does not meet another.
@@ -323,6 +333,14 @@ inline void ItemRun::score_by_block() {
 }
 
 inline void ItemRun::score() {
+  const auto take_values = [&] {
+    if (unit_values_) unit_->take_values(at_.values, at_.values + AHEAD, tokens_.count);
+  };
+  if (unit_keys_) {
+    const int whole = static_cast<int>(round_up(tokens_.count, LANES));
+    return unit_->dot(at_.keys, at_.keys + AHEAD, whole, scores_, take_values);
+  }
+  take_values();
   if (few_ && by_block_) return score_by_block();
   const TypeKernels& kernels = kernels_of(call_.key.type);
   const int whole = static_cast<int>(round_up(tokens_.count, LANES));
@@ -360,6 +378,10 @@ inline void ItemRun::score() {
 }
 
 inline void ItemRun::sum_values() {
+  if (unit_values_ && unit_->take_weights(scores_, tokens_.count)) {
+    if (!unit_keys_) unit_->weigh();
+    return;
+  }
   const TypeKernels& kernels = kernels_of(call_.value.type);
   const int64_t width = call_.padded;
   if (few_) {
@@ -436,9 +458,16 @@ inline void ItemRun::run(float* parts) {
           },
           states_.from(low));
     }
-    for (int r = 0; r < rows_; ++r)
-      if (states_.kept[r] != 1.0f) scale_row(sums_ + r * width, width, states_.kept[r]);
+    for (int r = 0; r < rows_; ++r) {
+      if (states_.kept[r] == 1.0f) continue;
+      scale_row(sums_ + r * width, width, states_.kept[r]);
+      if (unit_values_) unit_->scale(r, states_.kept[r]);
+    }
     sum_values();
+  }
+  if (unit_values_) {
+    unit_->weigh();
+    unit_->add_sums(sums_, width);
   }
   for (int r = 0; r < rows_; ++r) {
     if (item_.part < 0) {
