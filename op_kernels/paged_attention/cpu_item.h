@@ -55,11 +55,10 @@ struct Scratch {
 // and 64, 32 was the fastest or near it).
 constexpr int AHEAD = 32;
 
-// Where the keys and values of a tile lie, and of the first tokens of the next one. After the last
-// token its address is repeated.
+// Where the keys and values of a tile lie, and then those of the next one. After the last token its
+// address is repeated.
 struct TileRows {
-  const void* keys[TILE + AHEAD];
-  const void* values[TILE + AHEAD];
+  const void *keys[2 * TILE], *values[2 * TILE];
 };
 
 class ItemRun {
@@ -116,7 +115,7 @@ class ItemRun {
   int count_from(int64_t first, int most = TILE) const {
     return static_cast<int>(std::clamp<int64_t>(item_.last_key - first, 0, most));
   }
-  void aim(int64_t first);
+  void aim(int64_t first, int at);
   void ask_for_parameters(int64_t first) const;
   void read_tile(int64_t first);
   void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
@@ -229,20 +228,21 @@ inline void ItemRun::read_parameter(
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
 
-// Finds the vectors of a tile.
-inline void ItemRun::aim(int64_t first) {
-  const int count = count_from(first, TILE + AHEAD);
+// Finds the vectors of a tile, which are the at-th and on of those that are known.
+inline void ItemRun::aim(int64_t first, int at) {
+  const int count = count_from(first);
+  const void **keys = at_.keys + at, **values = at_.values + at;
   for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
     const char* key = call_.key.at(block, item_.kv_head, offset);
     const char* value = call_.value.at(block, item_.kv_head, offset);
     for (int i = 0; i < n; ++i) {
-      at_.keys[k + i] = key + i * call_.key.token;
-      at_.values[k + i] = value + i * call_.value.token;
+      keys[k + i] = key + i * call_.key.token;
+      values[k + i] = value + i * call_.value.token;
     }
   });
-  for (int k = count; k < TILE + AHEAD; ++k) {
-    at_.keys[k] = at_.keys[count - 1];
-    at_.values[k] = at_.values[count - 1];
+  for (int k = count; k < TILE; ++k) {
+    keys[k] = keys[count - 1];
+    values[k] = values[count - 1];
   }
 }
 
@@ -334,11 +334,15 @@ inline void ItemRun::score_by_block() {
 
 inline void ItemRun::score() {
   const auto take_values = [&] {
-    if (unit_values_) unit_->take_values(at_.values, at_.values + AHEAD, tokens_.count);
+    if (unit_values_) unit_->take_values(at_.values, tokens_.count);
   };
+  if (unit_) {
+    unit_->start_tile(
+        unit_keys_ ? at_.keys + TILE : nullptr, unit_values_ ? at_.values + TILE : nullptr);
+  }
   if (unit_keys_) {
     const int whole = static_cast<int>(round_up(tokens_.count, LANES));
-    return unit_->dot(at_.keys, at_.keys + AHEAD, whole, scores_, take_values);
+    return unit_->dot(at_.keys, whole, scores_, take_values);
   }
   take_values();
   if (few_ && by_block_) return score_by_block();
@@ -440,8 +444,11 @@ inline void ItemRun::run(float* parts) {
   std::fill(sums_, sums_ + rows_ * width, 0.0f);
   if (place_) place_->start(item_.first_key);
   for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
+  if (item_.first_key < item_.last_key) aim(item_.first_key, TILE);
   for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
-    aim(first);
+    std::copy(at_.keys + TILE, at_.keys + 2 * TILE, at_.keys);
+    std::copy(at_.values + TILE, at_.values + 2 * TILE, at_.values);
+    aim(first + TILE, TILE);
     ask_for_parameters(first + TILE);
     const int count = count_from(first);
     read_tile(first);
@@ -451,7 +458,10 @@ inline void ItemRun::run(float* parts) {
     for (int low = 0; low < rows_; low += LANES) {
       weigh_scores(
           scores_ + low * TILE, std::min(LANES, rows_ - low), tokens_,
-          [&](int r) { return seen_by(low + r, first, count); },
+          [&](int r) {
+            if (unit_) unit_->ask_for_some();
+            return seen_by(low + r, first, count);
+          },
           [&](int r) {
             const float* bias = bias_of(low + r, first, count);
             return RowShift{query_sum_[low + r], shift_[low + r], bias};

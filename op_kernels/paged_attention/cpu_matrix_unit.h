@@ -101,18 +101,36 @@ class MatrixUnit {
     return true;
   }
 
+  // Before each tile: TILE keys and values of the next one, null where they are not the unit's.
+  void start_tile(const void* const* next_keys, const void* const* next_values) {
+    upcoming_ = next_keys ? next_keys : next_values;
+    asks_ = TILE;
+    then_upcoming_ = next_keys ? next_values : nullptr;
+  }
+
+  // Asks for some of what comes, 8 lines or a little more. To be called often: all at once they
+  // would keep what is needed first waiting.
+  void ask_for_some() {
+    if (asks_ == 0) {
+      if (!then_upcoming_) return;
+      upcoming_ = std::exchange(then_upcoming_, nullptr), asks_ = TILE;
+    }
+    const int count = chunks_ == 1 ? 8 : 4;
+    for (int i = 0; i < count; ++i) {
+      ask_for(upcoming_[i], LINE_BYTES);
+      if (chunks_ > 1) ask_for(static_cast<const char*>(upcoming_[i]) + LINE_BYTES, dim_ - LINE_BYTES);
+    }
+    upcoming_ += count, asks_ -= count;
+  }
+
   // scores[r * TILE + k] = rows[r] . keys[k], for `count` keys, a multiple of LANES. The unit works
   // on while other units are busy: on weights that wait, and while meanwhile() is called.
   template <class F>
-  void dot(
-      const void* const* keys, const void* const* upcoming, int count, float* scores,
-      F&& meanwhile) {
+  void dot(const void* const* keys, int count, float* scores, F&& meanwhile) {
     Keys at[KEY_TILES];
     const int tiles = count / LANES;
-    for (int i = 0; i < tiles; ++i) {
-      for (int k = 0; k < LANES; ++k) ask_for_codes(upcoming[i * LANES + k]);
+    for (int i = 0; i < tiles; ++i)
       at[i] = lay_out(keys + i * LANES, keys_ + i * chunks_ * TILE_BYTES);
-    }
     const int groups = groups_of(rows_);
     for (int group = 0; group < groups; ++group) {
       int i = 0;
@@ -130,9 +148,9 @@ class MatrixUnit {
   }
 
   // Values that weights are to come for, `count` of them; no weights may wait.
-  void take_values(const void* const* values, const void* const* upcoming, int count) {
+  void take_values(const void* const* values, int count) {
     for (int k = 0; k < count; k += 4) {
-      for (int i = k; i < k + 4; ++i) ask_for_codes(upcoming[i]);
+      if (k % LANES == 0) ask_for_some();
       int8_t* to = values_ + (k / LANES + k / 4 % 4 * 4) * LINE_BYTES;  // as weights lie
       int64_t c = 0;
       for (; c + CHUNK <= dim_; c += CHUNK, to += 4 * TILE_BYTES)
@@ -151,7 +169,10 @@ class MatrixUnit {
       weight_sizes_[r] = largest_of(most);
       if (!is_fit(weight_sizes_[r])) return false;
     }
-    for (int r = 0; r < rows_; ++r) split_weights(r, weights + r * TILE, count);
+    for (int r = 0; r < rows_; ++r) {
+      split_weights(r, weights + r * TILE, count);
+      ask_for_some();
+    }
     waiting_ = true;
     return true;
   }
@@ -183,7 +204,7 @@ class MatrixUnit {
   }
 
  private:
-  static constexpr int ROWS = 8, LEAST_ROWS = 3, CHUNK = 64, TILE_BYTES = 1024;
+  static constexpr int ROWS = 8, LEAST_ROWS = 5, CHUNK = 64, TILE_BYTES = 1024;
   static constexpr int KEY_TILES = TILE / LANES, TILE_NUMBERS = TILE_BYTES / 4;
   // Sums of products with two bytes of a query must fit 32 bits.
   static constexpr int64_t MOST_CHANNELS = 256;
@@ -258,13 +279,6 @@ class MatrixUnit {
     return {reinterpret_cast<const char*>(copies), chunks_ * CHUNK};
   }
 
-  void ask_for_codes(const void* codes) const {
-    const auto* from = static_cast<const char*>(codes);
-    ask_for(from, LINE_BYTES);
-    if (chunks_ > 1) ask_for(from + LINE_BYTES, LINE_BYTES);
-    if (chunks_ > 2) ask_for(from + 2 * LINE_BYTES, dim_ - 2 * LINE_BYTES);
-  }
-
   static __m512i codes_at(const void* codes, int64_t c) {
     return _mm512_loadu_si512(static_cast<const int8_t*>(codes) + c);
   }
@@ -307,10 +321,11 @@ class MatrixUnit {
 
   // Sums [LANES keys, high and middle bytes of a group's rows], and the same of the low bytes, as
   // scores.
-  void finish_scores(int group, int tiles, float* scores) const {
+  void finish_scores(int group, int tiles, float* scores) {
     const int32_t* sums = scores_ + group % 2 * KEY_TILES * 2 * TILE_NUMBERS;
     const int first = group * ROWS, last = std::min(first + ROWS, rows_);
     for (int i = 0; i < tiles; ++i, sums += 2 * TILE_NUMBERS) {
+      ask_for_some();
       Vec x[ROWS];
       repeat<ROWS>([&](auto k) {  // lanes: all rows with key k, and with key k + 8
         const int32_t *one = sums + k * LANES, *other = one + ROWS * LANES;
@@ -415,6 +430,7 @@ class MatrixUnit {
   void add_weighed(int step) {
     const int first = step / chunks_ * ROWS, last = std::min(first + ROWS, rows_);
     for (int r = first; r < last; ++r) {
+      ask_for_some();
       const Vec unit = broadcast(weight_sizes_[r] / MOST_WEIGHT);
       const int32_t* sums = weighed_ + step % 2 * 8 * TILE_NUMBERS + (r - first) * LANES;
       float* to = sums_ + (r * chunks_ + step % chunks_) * CHUNK;
@@ -431,6 +447,8 @@ class MatrixUnit {
   int rows_, chunks_;
   int64_t dim_;
   bool waiting_ = false;  // weights
+  const void *const *upcoming_, *const *then_upcoming_;
+  int asks_ = 0;  // left, of upcoming_
   int8_t *queries_, *keys_, *values_, *weights_;
   int32_t *scores_, *weighed_;
   float *sums_, *query_steps_, *weight_sizes_;
@@ -445,9 +463,11 @@ class MatrixUnit {
   static int64_t floats(int, int64_t) { return 0; }
   MatrixUnit(int, int64_t, float*) {}
   bool load_rows(const float*, int64_t) { return false; }
+  void start_tile(const void* const*, const void* const*) {}
+  void ask_for_some() {}
   template <class F>
-  void dot(const void* const*, const void* const*, int, float*, F&&) {}
-  void take_values(const void* const*, const void* const*, int) {}
+  void dot(const void* const*, int, float*, F&&) {}
+  void take_values(const void* const*, int) {}
   bool take_weights(const float*, int) { return false; }
   void weigh() {}
   void scale(int, float) {}
