@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -34,8 +36,9 @@ CPU_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-# The widest of these that this CPU has is compiled for (op_kernels/common/cpu_vector.h). The names
-# are those of /proc/cpuinfo, and with -m before them those of the compiler. On ARM none is needed.
+# The widest of these that this CPU has and the compiler knows is compiled for
+# (op_kernels/common/cpu_vector.h, op_kernels/paged_attention/cpu_matrix_unit.h). The names are those
+# of /proc/cpuinfo, and nearly those of the compiler's flags. On ARM none is needed.
 CPU_LEVELS = (
     ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "amx_tile", "amx_int8"),
     ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
@@ -49,13 +52,28 @@ def say(message: str) -> None:
     print(f"[ascend_kv] {message}", file=sys.stderr)
 
 
+def flags_of(features: tuple[str, ...]) -> list[str]:
+    return [f"-m{feature.replace('_', '-')}" for feature in features]
+
+
+def compiles(flags: list[str]) -> bool:
+    """Whether the compiler knows the flags. Where there is none, that is seen later."""
+    compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
+    command = [*shlex.split(compiler), *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return True
+
+
 def cpu_features() -> tuple[str, ...]:
     """What the library may use: ``ascend_kv.ops.native`` looks for the same before it loads it."""
     try:
         found = Path("/proc/cpuinfo").read_text().split()
     except OSError:
         found = []
-    return next(level for level in CPU_LEVELS if set(level) <= set(found))
+    levels = (level for level in CPU_LEVELS if set(level) <= set(found))
+    return next(level for level in levels if not level or compiles(flags_of(level)))
 
 
 def sources_digest() -> str | None:
@@ -142,7 +160,7 @@ def cpu_operators() -> dict[str, Any]:
         include_dirs=cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         libraries=["c10", "torch_cpu"],
-        extra_compile_args=[*CPU_FLAGS, *(f"-m{feature.replace('_', '-')}" for feature in features)],
+        extra_compile_args=[*CPU_FLAGS, *flags_of(features)],
         language="c++",
     )
     command = BuildOperators.with_options(no_python_abi_suffix=True)

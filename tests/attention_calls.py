@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import oracle
 import torch
+from compare import assert_as_good
 
 from ascend_kv import ops
 
@@ -41,3 +43,15 @@ def truth(
         dtype=dtype,
         **arrays,
     )
+
+
+def check_as_good(
+    cache: Any, query: torch.Tensor, query_lengths: list[int], **options: Any
+) -> None:
+    """As good as the same in float32 by loops, for float32 queries."""
+    output, log_sum_exp = run(cache, query, query_lengths, **options)
+    exact, exact_sums = truth(cache, query, query_lengths, np.float64, **options)
+    naive, naive_sums = truth(cache, query, query_lengths, np.float32, **options)
+    assert output.dtype == torch.float32 and log_sum_exp.dtype == torch.float32
+    assert_as_good(output, exact, naive)
+    assert_as_good(log_sum_exp, exact_sums, naive_sums)

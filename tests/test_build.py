@@ -68,6 +68,22 @@ def test_the_library_lies_beside_what_it_was_made_for(checkout: Path) -> None:
     assert done.stdout == "42\n", done.stderr
 
 
+@pytest.mark.skipif(twin.find_compiler() is None, reason="no C++ compiler (g++ or clang++)")
+def test_what_an_old_compiler_does_not_know_is_not_asked_of_it(
+    checkout: Path, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "old_compiler"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-mamx*|*-mavx512*) exit 1;; esac\n'
+        f'exec {twin.find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = build(checkout, CXX=str(compiler), CC=str(compiler))
+    assert done.returncode == 0, done.stdout + done.stderr
+    made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
+    assert not [name for name in made_for["cpu_features"] if name.startswith(("amx", "avx512"))]
+
+
 def test_without_a_compiler_the_references_serve_and_nothing_old_stays(checkout: Path) -> None:
     for suffix in ("so", "json"):
         (checkout / f"{LIBRARY}.{suffix}").write_text("of an earlier build")

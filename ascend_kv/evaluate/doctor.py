@@ -39,7 +39,8 @@ from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
 
 _CPU_FEATURES = (
-    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "sve", "bf16",
+    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8",
+    "asimd", "asimdhp", "sve", "bf16",
 )  # fmt: skip
 _INSTALL = "pip install -c tools/constraints.txt -e ."
 _INSTALL_NPU = 'pip install -c tools/constraints.txt -e ".[npu]"'

@@ -131,6 +131,12 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const MaybeTensor& key_positions, const MaybeTensor& query_positions,
     const MaybeTensor& entries, const MaybeTensor& key_offset,
     const MaybeTensor& rotary_frequencies, const MaybeTensor& offset_query) {
+#if defined(ASCEND_KV_AMX)
+  if (!has_matrix_unit())
+    TORCH_WARN_ONCE(
+        "ascend_kv: the system refuses this process the CPU's matrix unit (AMX), for which its "
+        "operators were compiled; attention over INT8 is slower without it");
+#endif
   Call call{};
   if (entries || !caches_agree(key_cache, value_cache)) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return {};
