@@ -36,9 +36,9 @@ CPU_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-# The widest of these that this CPU has and the compiler knows is compiled for
-# (op_kernels/common/cpu_vector.h, op_kernels/paged_attention/cpu_matrix_unit.h). The names are those
-# of /proc/cpuinfo, and nearly those of the compiler's flags. On ARM none is needed.
+# The widest of these that this CPU has and the compiler knows is compiled for (cpu_vector.h and
+# cpu_matrix_unit.h of op_kernels). The names are those of /proc/cpuinfo; flags_of makes the
+# compiler's of them. On ARM none is needed.
 CPU_LEVELS = (
     ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "amx_tile", "amx_int8"),
     ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
@@ -53,6 +53,7 @@ def say(message: str) -> None:
 
 
 def flags_of(features: tuple[str, ...]) -> list[str]:
+    """The compiler's flags for CPU features."""
     return [f"-m{feature.replace('_', '-')}" for feature in features]
 
 

@@ -203,6 +203,7 @@ inline void ItemRun::load_queries() {
     }
   }
   if (unit_keys_) unit_keys_ = unit_->load_rows(query_, call_.padded);
+  if (!unit_keys_ && !unit_values_) unit_.reset();
 }
 
 // `query`: the row's, scaled, where the offset does not meet another.

@@ -117,8 +117,9 @@ class MatrixUnit {
     }
     const int count = chunks_ == 1 ? 8 : 4;
     for (int i = 0; i < count; ++i) {
-      ask_for(upcoming_[i], LINE_BYTES);
-      if (chunks_ > 1) ask_for(static_cast<const char*>(upcoming_[i]) + LINE_BYTES, dim_ - LINE_BYTES);
+      const auto* codes = static_cast<const char*>(upcoming_[i]);
+      ask_for(codes, LINE_BYTES);
+      if (chunks_ > 1) ask_for(codes + LINE_BYTES, dim_ - LINE_BYTES);
     }
     upcoming_ += count, asks_ -= count;
   }
@@ -237,7 +238,9 @@ class MatrixUnit {
   }
   static Ints nearest(Vec x) { return bits_of<Ints>(_mm512_cvtps_epi32(x)); }
   static Ints signed_byte(Ints x) { return (x << 24) >> 24; }
-  static Bytes low_bytes(Ints x) { return bits_of<Bytes>(_mm512_cvtepi32_epi8(bits_of<__m512i>(x))); }
+  static Bytes low_bytes(Ints x) {
+    return bits_of<Bytes>(_mm512_cvtepi32_epi8(bits_of<__m512i>(x)));
+  }
   static Vec floats_of(Ints x) { return __builtin_convertvector(x, Vec); }
   // What the compiler may not know: the unit reads and writes memory.
   static void settle() { asm volatile("" ::: "memory"); }

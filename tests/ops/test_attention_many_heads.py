@@ -100,9 +100,10 @@ def test_a_poisoned_token(cache_with: Any, part: str, value: float) -> None:
     assert output[0, :7].isfinite().all() and output[1].isfinite().all()
 
 
+@pytest.mark.parametrize("value_dtype", [INT8, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_poisoned_query(cache_with: Any, value: float) -> None:
-    cache = cache_with([150], kv_heads=1)
+def test_a_poisoned_query(cache_with: Any, value: float, value_dtype: torch.dtype) -> None:
+    cache = cache_with([150], kv_heads=1, value_dtype=value_dtype)
     query = torch.randn(1, 7, 64)
     clean, _ = run(cache, query, [1])
     query[0, 2, 5] = value
