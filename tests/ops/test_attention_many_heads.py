@@ -72,6 +72,12 @@ def test_queries_of_all_sizes(cache_with: Any) -> None:
     check_as_good(cache, query, DECODES)
 
 
+def test_small_queries_and_large_key_scales(cache_with: Any) -> None:
+    cache = cache_with(LENGTHS)
+    cache.scales["key_scale"] *= 1e33
+    check_as_good(cache, torch.randn(5, 16, 64) * 1e-33, DECODES)
+
+
 @pytest.mark.parametrize("size", [1e-35, 1e-30, 1e-20, 1e30])
 def test_value_scales_of_all_sizes(cache_with: Any, size: float) -> None:
     cache = cache_with([300], kv_heads=1)
