@@ -212,10 +212,10 @@ def test_conditioned_keys_are_stored_in_any_format(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "offset"),
     [
-        ("fp8", [False, False, True]),
-        ("fp8_e5m2", [False, False, True]),
+        ("fp8", [False, True, True]),
+        ("fp8_e5m2", [False, True, True]),
         ("int4/hadamard", [False, True, True]),
-        ("k:fp8+v:int4", [False, False, True]),
+        ("k:fp8+v:int4", [False, True, True]),
         ("k:float32+v:int4", [False, False, False]),
         ("int8", [False, False, False]),
     ],
