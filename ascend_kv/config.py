@@ -65,7 +65,8 @@ class CacheConfig:
         prefill_reads: "cache": a prompt attends to what is stored, quantized, so that results do
             not depend on how it was cut into chunks.
         pair_scaling: scale the rotary pairs of key channels to like size, in the weights: "auto"
-            in the layers that are quantized, true in all.
+            in the layers that are quantized, where keys are rotated only if a large bias stays in
+            them; true in all.
         key_offset_layers: layers whose keys are stored without the model's key bias: "auto"
             where the format and the size of the bias call for it, "all" that have one, "none",
             or a list; negative numbers count from the last layer.

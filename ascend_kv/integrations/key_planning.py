@@ -158,6 +158,8 @@ class _Planner:
         constant = self._constant(layer, weights)
         scaling = self._decide_scaling(layer)
         offset = self._decide_offset(layer, weights, constant, rotary_dim, scaling.yes)
+        if self._pair_scaling == "auto" and self._formats[layer].hadamard:
+            scaling = _scaling_of_rotated(constant, offset.yes)
         exponents = lacks = None
         if scaling.yes:
             exponents = pair_exponents(weights, rotary_dim, with_bias=not offset.yes)
@@ -280,6 +282,14 @@ def _auto_offset(spec: FormatSpec, constant: _Constant, rotary_dim: int, scaled:
         what = f"{spec.name}, its bias against its keys"
     comparison = "above" if share > least else "at most"
     return _Decision(share > least, f"{what}: {share:.1f}, {comparison} {least:g}")
+
+
+def _scaling_of_rotated(constant: _Constant, without_bias: bool) -> _Decision:
+    """A rotation spreads large pairs over all channels; scaling them too cost quality where no bias
+    was left (recipes/formats.md), and saved much where one was (recipes/eval.md)."""
+    if without_bias or constant.share <= OFFSET_SHARE["int4"]:
+        return _Decision(False, "a rotation spreads the channels")
+    return _Decision(True, "a rotation spreads the key bias, too, over all channels")
 
 
 def _collect(drafts: Sequence[_Draft], geometry: ModelGeometry) -> ConditionedKeys:
