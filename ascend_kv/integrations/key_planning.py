@@ -37,8 +37,8 @@ Tensor = torch.Tensor
 # has no level to spare. Divergence of the attention weights from those over exact keys, summed over
 # the layers of Qwen2.5-Coder-0.5B with scaled pairs (224 tokens): E4M3 5.74 without offset, 0.13
 # with it above 3, 0.08 in all layers; INT4 asymmetric and rotated 23.0, 1.7 and 0.93. In windows of
-# 2,048 tokens the model's own words diverge by a third more with E4M3 above 3 than in all layers, at
-# the same perplexity (recipes/formats.md). E5M2 was not measured, it is taken from E4M3.
+# 2,048 tokens the model's words diverge by a third more with E4M3 above 3 than in all layers, and
+# perplexity is the same (recipes/formats.md). E5M2 was not measured, it is taken from E4M3.
 OFFSET_SHARE = {"int8": 8.0, "fp8_e4m3": 0.5, "fp8_e5m2": 0.5, "int4": 0.5}
 # With scaled pairs a bias costs its own pair only. INT8 stands that unless what varies in the pair
 # (three times its size) is left fewer than 2 of 127 levels.
@@ -285,8 +285,8 @@ def _auto_offset(spec: FormatSpec, constant: _Constant, rotary_dim: int, scaled:
 
 
 def _scaling_of_rotated(constant: _Constant, without_bias: bool) -> _Decision:
-    """A rotation spreads large pairs over all channels; scaling them too cost quality where no bias
-    was left (recipes/formats.md), and saved much where one was (recipes/eval.md)."""
+    # scaling them as well cost quality where no bias was left (recipes/formats.md), and saved much
+    # where one was (recipes/eval.md)
     if without_bias or constant.share <= OFFSET_SHARE["int4"]:
         return _Decision(False, "a rotation spreads the channels")
     return _Decision(True, "a rotation spreads the key bias, too, over all channels")
