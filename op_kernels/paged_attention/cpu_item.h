@@ -229,7 +229,8 @@ inline void ItemRun::read_parameter(
   for (int k = count; k % LANES; ++k) out[k] = 0;
 }
 
-// Finds the vectors of a tile, which are the at-th and on of those that are known.
+// Finds the vectors of a tile, which become the at-th and on of those that are known. Of a tile past
+// the last key they are the vector before.
 inline void ItemRun::aim(int64_t first, int at) {
   const int count = count_from(first);
   const void **keys = at_.keys + at, **values = at_.values + at;
@@ -460,7 +461,7 @@ inline void ItemRun::run(float* parts) {
       weigh_scores(
           scores_ + low * TILE, std::min(LANES, rows_ - low), tokens_,
           [&](int r) {
-            if (unit_) unit_->ask_for_some();
+            if (unit_) unit_->ask_for_some();  // here memory would be idle for long
             return seen_by(low + r, first, count);
           },
           [&](int r) {
