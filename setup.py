@@ -37,14 +37,17 @@ CPU_FLAGS = (
     "-Wno-psabi",
 )
 # The widest of these that this CPU has and the compiler knows is compiled for (cpu_vector.h and
-# cpu_matrix_unit.h of op_kernels). The names are those of /proc/cpuinfo; flags_of makes the
+# cpu_matrix_unit.h of op_kernels), or the widest from ASCEND_KV_CPU_LEVEL on: for a library that
+# also serves lesser CPUs. The features' names are those of /proc/cpuinfo; flags_of makes the
 # compiler's of them. On ARM none is needed.
-CPU_LEVELS = (
-    ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "amx_tile", "amx_int8"),
-    ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
-    ("avx2", "fma", "f16c"),
-    (),
-)
+AVX2 = ("avx2", "fma", "f16c")
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", *AVX2)
+CPU_LEVELS = {
+    "amx": (*AVX512, "amx_tile", "amx_int8"),
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "baseline": (),
+}
 
 
 def say(message: str) -> None:
@@ -73,7 +76,11 @@ def cpu_features() -> tuple[str, ...]:
         found = Path("/proc/cpuinfo").read_text().split()
     except OSError:
         found = []
-    levels = (level for level in CPU_LEVELS if set(level) <= set(found))
+    widest = os.environ.get("ASCEND_KV_CPU_LEVEL") or next(iter(CPU_LEVELS))
+    if widest not in CPU_LEVELS:
+        raise SystemExit(f"ASCEND_KV_CPU_LEVEL is {widest!r}; legal are {', '.join(CPU_LEVELS)}")
+    allowed = list(CPU_LEVELS.values())[list(CPU_LEVELS).index(widest) :]
+    levels = (level for level in allowed if set(level) <= set(found))
     return next(level for level in levels if not level or compiles(flags_of(level)))
 
 
@@ -128,6 +135,7 @@ def cpu_operators() -> dict[str, Any]:
         """Compiles, and writes beside the library what it was compiled for."""
 
         def build_extensions(self) -> None:
+            self.force = True  # what lies there may have been compiled for another CPU
             try:
                 super().build_extensions()
             except Exception as error:

@@ -21,6 +21,7 @@ LIBRARY = "ascend_kv/ops/_native_cpu"
 SOURCE = """
 #include <c10/macros/Macros.h>
 extern "C" C10_EXPORT int answer() { return 42; }
+extern "C" C10_EXPORT void add(float* x) { for (int i = 0; i < 64; ++i) x[i] += 1; }
 """
 NOWHERE = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
@@ -82,6 +83,32 @@ def test_what_an_old_compiler_does_not_know_is_not_asked_of_it(
     assert done.returncode == 0, done.stdout + done.stderr
     made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
     assert not [name for name in made_for["cpu_features"] if name.startswith(("amx", "avx512"))]
+
+
+@pytest.mark.skipif(twin.find_compiler() is None, reason="no C++ compiler (g++ or clang++)")
+@pytest.mark.parametrize("level, allowed", [("avx2", {"avx2", "fma", "f16c"}), ("baseline", set())])
+def test_a_library_for_lesser_cpus(checkout: Path, level: str, allowed: set[str]) -> None:
+    done = build(checkout, ASCEND_KV_CPU_LEVEL=level)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
+    here = set(Path("/proc/cpuinfo").read_text().split())
+    assert set(made_for["cpu_features"]) == (allowed if allowed <= here else set())
+    # a later build for this CPU does not take what was compiled for the lesser one
+    before = (checkout / f"{LIBRARY}.so").read_bytes()
+    assert build(checkout).returncode == 0
+    made_for = json.loads((checkout / f"{LIBRARY}.json").read_text())
+    assert ((checkout / f"{LIBRARY}.so").read_bytes() == before) == (
+        set(made_for["cpu_features"]) == allowed
+    )
+
+
+def test_an_unknown_level_is_refused_and_nothing_is_lost(checkout: Path) -> None:
+    (checkout / f"{LIBRARY}.so").write_text("of an earlier build")
+    done = build(checkout, ASCEND_KV_CPU_LEVEL="sse9")
+    assert done.returncode != 0
+    assert "ASCEND_KV_CPU_LEVEL is 'sse9'" in done.stderr
+    assert "amx, avx512, avx2, baseline" in done.stderr
+    assert files(checkout) == ["_native_cpu.so"]
 
 
 def test_without_a_compiler_the_references_serve_and_nothing_old_stays(checkout: Path) -> None:

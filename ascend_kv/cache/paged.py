@@ -246,5 +246,6 @@ def _allocate_side(
     if spec.group_size is not None:
         scales.append(dim // spec.group_size)
     for name in ("scale",) if spec.symmetric else ("scale", "zero_point"):
-        tensors[f"{side}_{name}"] = torch.empty(scales, dtype=kind.scale_dtype, device=device)
+        beside = torch.empty(scales, dtype=kind.scale_dtype, device=device)
+        tensors[f"{side}_{name}"] = prefer_huge_pages(beside)
     return tensors

@@ -15,9 +15,7 @@
 
 namespace ascend_kv::cpu {
 
-// Up to so many rows read keys and values where they lie; more convert a tile once.
-constexpr int FEW_ROWS = 8;
-constexpr int MANY_ROWS = 96;
+constexpr int MANY_ROWS = 96;  // of an item
 // A sequence is cut along its keys where it has few items otherwise.
 constexpr int64_t CHUNKS_WANTED = 64;
 constexpr int64_t CHUNK_TOKENS = 1024;

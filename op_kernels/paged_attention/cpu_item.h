@@ -51,10 +51,6 @@ struct Scratch {
   }
 };
 
-// So many tokens ahead a vector is asked for: soon enough for main memory (measured: of 16, 32, 48
-// and 64, 32 was the fastest or near it).
-constexpr int AHEAD = 32;
-
 // Where the keys and values of a tile lie, and then those of the next one. After the last token its
 // address is repeated.
 struct TileRows {
@@ -327,7 +323,7 @@ inline void ItemRun::score_by_block() {
     }
     const int whole = static_cast<int>(round_up(n, LANES));
     kernels.dot(
-        block_query_, width, rows_, at_.keys + k, at_.keys + AHEAD + k, whole, call_.dim,
+        block_query_, width, rows_, at_.keys + k, whole, call_.dim,
         scores_ + k, TILE);
     for (int r = 0; r < rows_; ++r)
       for (int i = k; i < k + whole; ++i) scores_[r * TILE + i] += shifts[r];
@@ -353,7 +349,7 @@ inline void ItemRun::score() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.dot(
-        query_, width, rows_, at_.keys, at_.keys + AHEAD, whole, call_.dim, scores_, TILE);
+        query_, width, rows_, at_.keys, whole, call_.dim, scores_, TILE);
     return;
   }
   for (int k = 0; k < whole; k += LANES) {
@@ -392,7 +388,7 @@ inline void ItemRun::sum_values() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.weigh(
-        scores_, TILE, rows_, at_.values, at_.values + AHEAD, tokens_.count, call_.dim, sums_,
+        scores_, TILE, rows_, at_.values, tokens_.count, call_.dim, sums_,
         width);
     return;
   }

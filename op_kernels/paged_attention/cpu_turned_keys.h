@@ -15,8 +15,8 @@ namespace ascend_kv::cpu {
 // As dot_block of cpu_few_rows.h.
 template <int R>
 inline void dot_turned(
-    const float* rows, int64_t row_stride, const void* const* keys, const void* const* upcoming,
-    int count, int64_t dim, float* scores, int64_t score_stride);
+    const float* rows, int64_t row_stride, const void* const* keys, int count, int64_t dim,
+    float* scores, int64_t score_stride);
 
 #if defined(ASCEND_KV_AVX512)
 
@@ -87,12 +87,12 @@ inline void dot_turned_keys(
 
 template <int R>
 inline void dot_turned(
-    const float* rows, int64_t row_stride, const void* const* keys, const void* const* upcoming,
-    int count, int64_t dim, float* scores, int64_t score_stride) {
+    const float* rows, int64_t row_stride, const void* const* keys, int count, int64_t dim,
+    float* scores, int64_t score_stride) {
   TurnedKeys turned[2];
   for (int first = 0; first < count; first += 2 * LANES) {
     const int vectors = count - first > LANES ? 2 : 1;
-    for (int k = first; k < first + vectors * LANES; ++k) ask_for(upcoming[k], dim);
+    for (int k = first; k < first + vectors * LANES; ++k) ask_for(keys[k + AHEAD], dim);
     for (int64_t part = 0; part < dim; part += MOST_TURNED) {
       const int channels = static_cast<int>(std::min<int64_t>(MOST_TURNED, dim - part));
       for (int v = 0; v < vectors; ++v)
