@@ -4,8 +4,9 @@
 For each operator the report names the tighter limit of the machine, bytes that must be moved or
 multiplications that must be done, and the fraction of it that is reached. Implementations of one
 case take turns, and with them what measures the limits (read and copy bandwidth, the float32 matrix
-product), so that whatever else the machine does hits all of them. What is reached is a median
-against medians, and "best" the best call against the best limits; quartiles are the spread.
+product), so that whatever else the machine does hits all of them; of what is fast many calls make a
+turn. What is reached is a median against medians, and "best" the best call against the limit at its
+best; quartiles are the spread.
 
     python tools/bench_ops.py
     python tools/bench_ops.py --context 1024 32768 --batch 1 --shape 28/4x128 --json
@@ -246,7 +247,7 @@ def movers(shape: Shape, tokens: int) -> Iterator[Case]:
     sizes = {"format": "int8", "shape": str(shape), "batch": 1, "context": tokens}
     for name, (arguments, options, moved) in cases.items():
         # The reference comes first: before a token is stored its keys were just computed, while a
-        # probe empties the caches. A decode's cache comes from memory anyway.
+        # probe empties the caches.
         calls = dict(reversed(both(name, *arguments, **options).items()))
         yield Case(name, sizes, calls, 0, moved, 0)
 
@@ -280,7 +281,7 @@ def measure(
                 "limit": tighter,
                 "limit_seconds": limits[tighter],
                 "fraction_of_limit": limits[tighter] / median,
-                "best_fraction_of_limit": max(best_limits.values()) / min(times),
+                "best_fraction_of_limit": best_limits[tighter] / min(times),
             }
         )
     return rows

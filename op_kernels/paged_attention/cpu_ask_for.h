@@ -14,8 +14,7 @@ inline void ask_for(const void* stored, int64_t bytes) {
 }
 
 // So many tokens ahead a vector is asked for: soon enough for main memory (measured: of 16, 32, 48
-// and 64, 32 was the fastest or near it). Where keys or values are given as addresses those of the
-// tokens ahead follow.
+// and 64, 32 was the fastest or near it).
 constexpr int AHEAD = 32;
 
 }  // namespace ascend_kv::cpu

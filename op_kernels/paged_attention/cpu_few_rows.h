@@ -110,10 +110,11 @@ inline void weigh_block(
     weigh_columns<T, R, vectors(), PACKED, ASKS>(
         weights, weight_stride, values, count, column, out, out_stride);
   };
+  const int64_t whole = dim / WIDTH * WIDTH;
   int64_t column = 0, asked = 0;
-  for (; column + WIDTH <= dim; column += WIDTH) {
+  for (; column < whole; column += WIDTH) {
     if constexpr (!ASKS)
-      for (; asked * dim < TILE * (column + WIDTH); ++asked)
+      for (; asked * whole < TILE * (column + WIDTH); ++asked)
         ask_for(values[TILE + asked], bytes_of_channels<T>(dim));
     weigh(std::integral_constant<int, C>{}, column);
   }
@@ -152,6 +153,8 @@ inline bool for_packed_rows(int rows, F&& f) {
   return false;
 }
 
+// Of keys and values, here and below, the addresses of 2 * TILE are given, the second half those of
+// the next tile; `count` of the first half are multiplied.
 template <class T>
 void dot_rows(
     const float* rows, int64_t row_stride, int num_rows, const void* const* keys, int count,
