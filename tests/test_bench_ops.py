@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,6 +102,10 @@ def test_the_tool_end_to_end(
     options = ["--seconds", "0.001", "--threads", "1", "--json", "--plot", str(plot)]
     bench.main([*sizes, *options])
     report = json.loads(capsys.readouterr().out)
+    bench.show(report)
+    shown = capsys.readouterr().out
+    assert "float32 matrix product" in shown and "kv_cache_store" in shown
+    assert all(0 < of["median"] <= of["best"] for of in report["limits"].values())
     served = {"reference"} | ({"native"} if has_kernel("paged_attention", "cpu") else set())
     decodes = [r for r in report["operators"] if r["operator"] == "paged_attention decode"]
     assert served <= {r["implementation"] for r in decodes}
@@ -112,6 +119,50 @@ def test_the_tool_end_to_end(
     decodes = [("paged_attention decode", context) for context in (16, 32, 64)]
     expected = [*decodes, ("paged_attention prefill", 5)] if "native" in served else []
     assert costs == expected
+
+
+class Clock:
+    """Calls that take so many seconds each, one after another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.took = 0.0, list[float]()
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def call(self, *seconds: float) -> Callable[[], None]:
+        left = itertools.cycle(seconds)
+
+        def run() -> None:
+            self.took.append(next(left))
+            self.now += self.took[-1]
+
+        return run
+
+
+def test_slow_calls_skip_turns_of_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    times = tool().take_turns({"fast": clock.call(1), "slow": clock.call(100)}, 2000)
+    assert len(times["fast"]) == 2000
+    assert 20 <= len(times["slow"]) <= 2000 * 4 // 100 + 1
+    quarter = len(clock.took) // 4  # all along, not in the first turns only
+    assert all(100 in clock.took[n * quarter : (n + 1) * quarter] for n in range(4))
+
+
+def test_limits_are_those_of_the_same_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, clock = tool(), Clock(monkeypatch)
+    probes = {
+        "read": bench.Probe(clock.call(1, 2, 3), 100, []),
+        "multiply": bench.Probe(clock.call(5), 1000, []),
+        "copy": bench.Probe(clock.call(1), 1, []),
+    }
+    calls = {"native": clock.call(4, 10, 10), "reference": clock.call(40)}
+    case = bench.Case("paged_attention decode", {}, calls, {"read": 300, "multiply": 1000})
+    native, reference = bench.measure(case, probes, 60)
+    # reading 300 takes 3 of the probe's calls: 6 s by the median, 3 s at best, and multiplying 5
+    assert native["limit"] == "read" and native["limit_seconds"] == 6
+    assert native["fraction_of_limit"] == pytest.approx(6 / 10)
+    assert native["best_fraction_of_limit"] == pytest.approx(3 / 4)
+    assert reference["fraction_of_limit"] == pytest.approx(6 / 40)
+    assert set(probes["read"].rates) == {100, 50, 100 / 3} and not probes["copy"].rates
 
 
 def test_what_an_offset_adds() -> None:

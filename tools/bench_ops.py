@@ -68,25 +68,15 @@ class Case(NamedTuple):
     name: str
     sizes: dict[str, Any]
     calls: dict[str, Call]
-    read_bytes: int
-    moved_bytes: int  # read and written, for operators that write as much as they read
-    multiplications: int
-
-    def work(self) -> dict[str, int]:
-        """What it has to do of what a machine has limits for."""
-        work = {
-            "read": self.read_bytes,
-            "copy": self.moved_bytes,
-            "multiply": self.multiplications,
-        }
-        return {name: amount for name, amount in work.items() if amount}
+    work: dict[str, int]  # by limit: bytes read, bytes read and written by a copy, multiplications
 
 
 class Probe(NamedTuple):
     """A call that runs into one limit of the machine."""
 
     call: Call
-    amount: int  # bytes, of a copy read and written, or multiplications
+    amount: int  # as in ``Case.work``
+    rates: list[float]  # amounts a second that were measured
 
 
 def read_shape(text: str) -> Shape:
@@ -118,9 +108,9 @@ def make_probes() -> dict[str, Probe]:
     source = torch.ones(BANDWIDTH_BYTES // 4)
     target, matrix = torch.empty_like(source), torch.randn(MATMUL_SIZE, MATMUL_SIZE)
     return {
-        "read": Probe(source.sum, BANDWIDTH_BYTES),
-        "copy": Probe(lambda: target.copy_(source), 2 * BANDWIDTH_BYTES),
-        "multiply": Probe(lambda: matrix @ matrix, MATMUL_SIZE**3),
+        "read": Probe(source.sum, BANDWIDTH_BYTES, []),
+        "copy": Probe(lambda: target.copy_(source), 2 * BANDWIDTH_BYTES, []),
+        "multiply": Probe(lambda: matrix @ matrix, MATMUL_SIZE**3, []),
     }
 
 
@@ -183,9 +173,10 @@ def decodes(shape: Shape, batch: int, context: int) -> Iterator[Case]:
             "paged_attention decode",
             {"format": _short(dtype), "shape": str(shape), "batch": batch, "context": context},
             calls,
-            size + sum(x.nbytes for x in scales.values()),
-            0,
-            2 * batch * context * shape.heads * shape.dim,
+            {
+                "read": size + sum(x.nbytes for x in scales.values()),
+                "multiply": 2 * batch * context * shape.heads * shape.dim,
+            },
         )
 
 
@@ -220,9 +211,7 @@ def prefill(shape: Shape, tokens: int) -> Case:
         "paged_attention prefill",
         {"format": "int8", "shape": str(shape), "batch": 1, "context": tokens},
         calls,
-        0,
-        0,
-        tokens * (tokens + 1) * shape.heads * shape.dim,
+        {"multiply": tokens * (tokens + 1) * shape.heads * shape.dim},
     )
 
 
@@ -249,22 +238,19 @@ def movers(shape: Shape, tokens: int) -> Iterator[Case]:
         # The reference comes first: before a token is stored its keys were just computed, while a
         # probe empties the caches.
         calls = dict(reversed(both(name, *arguments, **options).items()))
-        yield Case(name, sizes, calls, 0, moved, 0)
+        yield Case(name, sizes, calls, {"copy": moved})
 
 
-def measure(
-    case: Case, probes: dict[str, Probe], seconds: float, rates: dict[str, list[float]]
-) -> list[dict[str, Any]]:
-    """One row for each implementation; amounts a second of the probes are added to ``rates``."""
-    work = case.work()
-    probing = {f"limit: {name}": probes[name].call for name in work}
+def measure(case: Case, probes: dict[str, Probe], seconds: float) -> list[dict[str, Any]]:
+    """One row for each implementation; what the probes reach is added to their rates."""
+    probing = {f"limit: {name}": probes[name].call for name in case.work}
     times_of = take_turns(case.calls | probing, seconds)
     limits, best_limits = {}, {}
-    for name, amount in work.items():
-        times = times_of.pop(f"limit: {name}")
-        rates[name] += [probes[name].amount / t for t in times]
-        limits[name] = amount / probes[name].amount * statistics.median(times)
-        best_limits[name] = amount / probes[name].amount * min(times)
+    for name, amount in case.work.items():
+        probe, times = probes[name], times_of.pop(f"limit: {name}")
+        probe.rates.extend(probe.amount / t for t in times)
+        limits[name] = amount / probe.amount * statistics.median(times)
+        best_limits[name] = amount / probe.amount * min(times)
     tighter = max(limits, key=lambda name: limits[name])
     rows = []
     for name, times in times_of.items():
@@ -395,23 +381,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     probes = make_probes()
-    rates: dict[str, list[float]] = {name: [] for name in probes}
     rows: list[dict[str, Any]] = []
     for shape in map(read_shape, options.shape):
         for batch in options.batch:
             for context in options.context:
                 for case in decodes(shape, batch, context):
-                    rows += measure(case, probes, options.seconds, rates)
+                    rows += measure(case, probes, options.seconds)
         for tokens in options.prompt:
             for case in (prefill(shape, tokens), *movers(shape, tokens)):
-                rows += measure(case, probes, options.seconds, rates)
+                rows += measure(case, probes, options.seconds)
     machine = this_machine("cpu", torch.get_num_threads())
     report = {
         "machine": machine._asdict(),
         "limits": {
-            name: {"median": statistics.median(of), "best": max(of)}
-            for name, of in rates.items()
-            if of
+            name: {"median": statistics.median(probe.rates), "best": max(probe.rates)}
+            for name, probe in probes.items()
+            if probe.rates
         },
         "operators": rows,
         "fits": fit_lines(rows),
