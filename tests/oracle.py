@@ -142,6 +142,24 @@ class Visible(NamedTuple):
 EVERYTHING_BEFORE = Visible()
 
 
+class Bits(NamedTuple):
+    """What is left of queries and of weights where codes are multiplied in whole numbers."""
+
+    query: int | None = None
+    weight: int | None = None
+
+
+EXACT = Bits()
+
+
+def round_to_bits(row: Array, bits: int | None) -> Array:
+    """Each number to the nearest of as many steps as the largest has with so many bits."""
+    if bits is None or not np.isfinite(row).all() or not row.any():
+        return row
+    step = np.abs(row).max() / (2 ** (bits - 1) - 1)
+    return np.rint(row / step) * step
+
+
 def attend_one(
     query: Array,
     keys: Array,
@@ -151,8 +169,10 @@ def attend_one(
     bias: Sequence[float],
     sink: float | None,
     dtype: type = np.float64,
+    bits: Bits = EXACT,
 ) -> tuple[Array, float]:
     """One query head over the keys it sees; ``bias`` is one number for each of them."""
+    query = round_to_bits(query, bits.query)
     scores = [
         dtype(dtype(softmax_scale) * np.dot(query.astype(dtype), keys[j].astype(dtype))) + dtype(b)
         for j, b in zip(seen, bias, strict=True)
@@ -165,9 +185,12 @@ def attend_one(
         return np.zeros(values.shape[1], dtype), -math.inf
     weights = [np.exp(score - top) for score in scores]
     total = sum(weights, dtype(0)) + (0 if sink is None else np.exp(dtype(sink) - top))
+    # what is rounded is a weight times the scale of its value, which the largest channel stands for
+    sizes = np.array([np.abs(values[j]).max() or 1 for j in seen])
+    weights = list(round_to_bits(np.array(weights) * sizes, bits.weight) / sizes)
     output = np.zeros(values.shape[1], dtype)
     for weight, j in zip(weights, seen, strict=True):
-        output = output + weight / total * values[j].astype(dtype)
+        output = output + dtype(weight) / total * values[j].astype(dtype)
     return output, float(top + np.log(total))
 
 
@@ -187,6 +210,7 @@ def paged_attention(
     query_positions: Array | None = None,
     entries: Array | None = None,
     dtype: type = np.float64,
+    bits: Bits = EXACT,
 ) -> tuple[Array, Array]:
     """Output ``[T, H, D]`` and log-sum-exp ``[T, H]``, query by query and head by head."""
     tokens, heads, dim = query.shape
@@ -209,7 +233,7 @@ def paged_attention(
             bias = [0.0 if score_bias is None else score_bias[t, h, places[j]] for j in seen]
             sink = None if sinks is None else float(sinks[h])
             output[t, h], log_sum_exp[t, h] = attend_one(
-                query[t, h], keys[n], values[n], softmax_scale, seen, bias, sink, dtype
+                query[t, h], keys[n], values[n], softmax_scale, seen, bias, sink, dtype, bits
             )
         start += queries
     return output, log_sum_exp

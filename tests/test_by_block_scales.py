@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import tolerance
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
@@ -108,7 +109,7 @@ def test_int8_keys(block_size: int, group: int) -> None:
     found = call("paged_attention", False)(*batch, **options)
     wanted = call("paged_attention", True)(*batch, **options)
     for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x, y, rtol=tolerance(), atol=tolerance())
 
 
 @pytest.mark.parametrize("reference", SERVED)

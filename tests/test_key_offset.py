@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 import transformers
+from attention_calls import bits_of
 from compare import assert_as_good, assert_within
 from conditioned_models import MODELS, greedy, load_uneven, plan, random_tokens, run_in_chunks
 
@@ -81,6 +82,7 @@ def oracle_attention(
     def side(x: torch.Tensor, scale: torch.Tensor | None) -> oracle.PagedSide:
         return oracle.PagedSide(x.numpy(), None if scale is None else scale.numpy())
 
+    bits = oracle.Bits(bits_of(cache.key, None), bits_of(cache.value, None))
     output = np.zeros(query.shape)
     start = 0
     for row, (count, cached) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
@@ -102,6 +104,7 @@ def oracle_attention(
                     [0.0] * len(seen),
                     None,
                     dtype,
+                    bits if dtype is np.float32 else oracle.EXACT,
                 )
         start += count
     return output

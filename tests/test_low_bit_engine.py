@@ -119,7 +119,7 @@ def test_logits_are_those_of_attention_over_the_bytes(weights: LoadedModel, name
     plain, _ = run(weights, [layer_format("float32")] * weights.geometry.num_layers)
     # a code on an edge may fall to the other side, so the largest error says little
     error, effect = ((x - exact).double().square().mean().sqrt() for x in (logits, plain))
-    assert error < 2e-2 * effect
+    assert error < 3e-2 * effect
     assert effect > 1e-3  # the format is seen in the logits
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import bits_of, tolerance
 from compare import assert_as_good
 from kernel_harness import poison_some, random_values, same
 
@@ -295,10 +296,18 @@ def test_long_sequences_are_exact(dtype: torch.dtype, group: int) -> None:
     options = {**scales, "sinks": torch.randn(2 * group), "window": 4000}
     call = (*tensors, QUERIES, LENGTHS)
     exact = _attention(query.double(), *call, torch.float64, **options)
-    naive = _attention(query, *call, torch.float32, **options)
+    bits = bits_of(tensors[0], None)
+    naive = _attention(query, *call, torch.float32, bits, **options)
     found = ops.paged_attention(query, *tensors, QUERIES, LENGTHS, 40**-0.5, **options)
     for result, truth, baseline in zip(found, exact, naive, strict=True):
         assert_as_good(result, truth, baseline)
+
+
+def _round_to_bits(rows: Tensor, bits: int | None) -> Tensor:
+    if bits is None:
+        return rows
+    step = rows.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return torch.where(step > 0, (rows / step).round() * step, rows)
 
 
 def _attention(
@@ -309,12 +318,14 @@ def _attention(
     query_lengths: list[int],
     kv_lengths: list[int],
     dtype: torch.dtype,
+    bits: int | None = None,
     *,
     sinks: Tensor,
     window: int,
     **scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by dense matrices, sequence by sequence."""
+    """Attention by dense matrices, sequence by sequence; queries and weights of so many bits."""
+    query = _round_to_bits(query, bits)
     outputs, sums, start = [], [], 0
     heads = query.shape[1]
     for row, (queries, length) in enumerate(zip(query_lengths, kv_lengths, strict=True)):
@@ -334,7 +345,9 @@ def _attention(
         scores = scores.masked_fill((distance < 0) | (distance >= window), -math.inf)
         sink = sinks.to(dtype)[:, None, None].expand(-1, queries, 1)
         joined = torch.cat((scores, sink), -1)
-        outputs.append((joined.softmax(-1)[..., :-1] @ sides[1]).transpose(0, 1))
+        sizes = sides[1].abs().amax(-1)[:, None]
+        weights = _round_to_bits(joined.softmax(-1)[..., :-1] * sizes, bits) / sizes
+        outputs.append((weights @ sides[1]).transpose(0, 1))
         sums.append(joined.logsumexp(-1).transpose(0, 1))
         start += queries
     return torch.cat(outputs), torch.cat(sums)
@@ -353,7 +366,7 @@ def test_query_heads_that_share_int8_keys(group: int, dim: int) -> None:
     call = (query, *tensors, query_lengths, lengths, dim**-0.5)
     native, reference = both("paged_attention", *call, **options)
     for found, expected in zip(native, reference, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=tolerance(), atol=tolerance())
 
 
 @pytest.mark.parametrize("hidden", [slice(0, 1500), slice(1500, 3000), slice(0, 3000)])

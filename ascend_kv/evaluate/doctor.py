@@ -332,7 +332,9 @@ def _native() -> Finding:
         return Finding("native CPU code", ABSENT, problem, f"with a C++ compiler: {_INSTALL}")
     if os.environ.get(native.VARIABLE) == "reference":
         return Finding("native CPU code", OK, f"built; {native.VARIABLE}=reference leaves it out")
-    return Finding("native CPU code", OK, "built for this CPU and this torch")
+    bits = native.whole_number_bits()
+    how = f"attention over INT8 in whole numbers of {bits} bits" if bits else "attention in float32"
+    return Finding("native CPU code", OK, f"built for this CPU and this torch; {how}")
 
 
 def _operators(device: str) -> list[Finding]:

@@ -86,6 +86,24 @@ def find_problem(library: Path) -> str | None:
     return None
 
 
+def whole_number_bits(library: Path = LIBRARY) -> int | None:
+    """Bits that compiled attention over INT8 codes leaves of a query or a weight; None: float32's.
+
+    Codes are whole numbers, and some CPUs multiply those faster than floats. What codes are
+    multiplied with is rounded against the largest of its row, queries over all channels, weights
+    (times the values' scales) over 64 tokens: to 24 bits on Intel's matrix unit (five and more query
+    heads a KV head, and prefills), to 16 bits with AVX2, and not at all elsewhere. The sums are
+    exact. With 16 bits a score is wrong by up to 1 / 65,534 of the largest channel of its query
+    times the sum of the key's magnitudes, an output by as much of the largest weight times the sum
+    of the values' magnitudes. In the root mean square that is at most sqrt(D) / 258 of what the
+    rounding of D channels to 8 bits does to a score, 1 / 258 for channels of like size.
+    """
+    features = json.loads(library.with_suffix(".json").read_text())["cpu_features"]
+    if "amx_int8" in features:
+        return 24
+    return 16 if "avx2" in features and "avx512f" not in features else None
+
+
 def _cpu_features() -> set[str]:
     try:
         return set(_CPUINFO.read_text().split())

@@ -76,13 +76,12 @@ struct Parameter {
   // The tokens s to s + count of one block, each with one.
   void get_tokens(int64_t b, int64_t n, int64_t s, int count, float* out) const {
     const int64_t first = place(b, n, s);
-    if (half && token == 1) {
-      const Half* from = static_cast<Half*>(data) + first;
+    const auto copy = [&](const auto* from) {
       for_vectors(count, [&](int64_t c, int some) { store_at(out, c, some, load_at(from, c, some)); });
-      return;
-    }
-    if (!half && token == 1) std::memcpy(out, static_cast<float*>(data) + first, count * sizeof *out);
-    else for (int i = 0; i < count; ++i) out[i] = get(first + i * token);
+    };
+    if (token != 1) for (int i = 0; i < count; ++i) out[i] = get(first + i * token);
+    else if (half) copy(static_cast<Half*>(data) + first);
+    else copy(static_cast<float*>(data) + first);
   }
 };
 

@@ -20,6 +20,9 @@
 
 namespace ascend_kv::cpu {
 
+#define ASCEND_KV_INLINED __attribute__((always_inline))
+#define ASCEND_KV_INLINE inline ASCEND_KV_INLINED
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define ASCEND_KV_AVX512 1
 constexpr int LANES = 16;
@@ -106,11 +109,11 @@ inline Vec magnitude(Vec a) { return bits_of<Vec>(bits_of<Words>(a) & 0x7fffffff
 // f(0) to f(N - 1), the numbers known when compiling: arrays that are only indexed by them stay in
 // registers, where a loop that the compiler unrolls late would leave them in memory.
 template <class F, int... I>
-inline __attribute__((always_inline)) void repeat(F&& f, std::integer_sequence<int, I...>) {
+ASCEND_KV_INLINE void repeat(F&& f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
 }
 template <int N, class F>
-inline __attribute__((always_inline)) void repeat(F&& f) {
+ASCEND_KV_INLINE void repeat(F&& f) {
   repeat(f, std::make_integer_sequence<int, N>{});
 }
 

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
+
+#include "cpu_softmax.h"
 
 namespace ascend_kv::cpu {
 
@@ -16,5 +19,36 @@ inline void ask_for(const void* stored, int64_t bytes) {
 // So many tokens ahead a vector is asked for: soon enough for main memory (measured: of 16, 32, 48
 // and 64, 32 was the fastest or near it).
 constexpr int AHEAD = 32;
+
+// The keys and values of the next tile, asked for in pieces: all at once they would keep what is
+// needed first waiting.
+class Upcoming {
+ public:
+  // TILE addresses each of vectors of so many bytes, null where they are not wanted.
+  void start(const void* const* keys, const void* const* values, int64_t bytes) {
+    now_ = keys ? keys : values;
+    then_ = keys ? values : nullptr;
+    left_ = TILE, bytes_ = bytes;
+  }
+
+  // 8 lines or a little more. To be called often.
+  void ask_for_some() {
+    if (left_ == 0) {
+      if (!then_) return;
+      now_ = std::exchange(then_, nullptr), left_ = TILE;
+    }
+    const int count = bytes_ <= LINE_BYTES ? 8 : 4;
+    for (int i = 0; i < count; ++i) ask_for(now_[i], bytes_);
+    now_ += count, left_ -= count;
+  }
+  void ask_for_rest() {
+    while (left_ || then_) ask_for_some();
+  }
+
+ private:
+  const void *const *now_ = nullptr, *const *then_ = nullptr;
+  int left_ = 0;  // of now_
+  int64_t bytes_ = 0;
+};
 
 }  // namespace ascend_kv::cpu

@@ -13,9 +13,6 @@
 
 namespace ascend_kv::cpu {
 
-#define ASCEND_KV_INLINED __attribute__((always_inline))
-#define ASCEND_KV_INLINE inline ASCEND_KV_INLINED
-
 // Up to so many rows are served here.
 constexpr int FEW_ROWS = 8;
 // AVX2 has 16 registers, the others 32. So that more than four rows fit there they are packed:

@@ -8,8 +8,8 @@
 #include "cpu_call.h"
 #include "cpu_few_rows.h"
 #include "cpu_many_rows.h"
-#include "cpu_matrix_unit.h"
 #include "cpu_softmax.h"
+#include "cpu_unit.h"
 
 namespace ascend_kv::cpu {
 
@@ -51,10 +51,12 @@ struct Scratch {
   }
 };
 
-// Where the keys and values of a tile lie, and then those of the next one. After the last token its
-// address is repeated.
+// Where the keys and values of some tiles lie, one after another: of the present one, at `at`, and at
+// least of the next. After the last token its address is repeated.
 struct TileRows {
-  const void *keys[2 * TILE], *values[2 * TILE];
+  static constexpr int MOST = 5 * TILE;
+  const void *keys[MOST], *values[MOST];
+  int at = 0;
 };
 
 class ItemRun {
@@ -68,17 +70,17 @@ class ItemRun {
                           call.block_size % LANES == 0 && item.first_key % LANES == 0;
     few_ = rows_ <= FEW_ROWS && (call.key.scale.kind != Parameter::GROUP || lined_up) &&
            call.value.scale.kind != Parameter::GROUP;
-    unit_keys_ = MatrixUnit::serves(call.key, rows_, call.dim) &&
+    unit_keys_ = Unit::serves(call.key, rows_, call.dim) &&
                  (lacks_by_row() || !call.offset.tables);
-    unit_values_ = MatrixUnit::serves(call.value, rows_, call.dim);
+    unit_values_ = Unit::serves(call.value, rows_, call.dim);
     const bool any_unit = unit_keys_ || unit_values_;
     const int64_t rows = round_up(rows_, LANES), width = call.padded;
     float* next = scratch.take(
         rows * ((by_block_ ? 3 : 2) * width + TILE + 6) + TILE +
         (few_ ? 0 : (2 * TILE + LANES) * width) + offset_floats() +
-        (any_unit ? MatrixUnit::floats(rows_, call.dim) : 0));
+        (any_unit ? Unit::floats(rows_, call.dim) : 0));
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
-    if (any_unit) unit_.emplace(rows_, call.dim, carve(MatrixUnit::floats(rows_, call.dim)));
+    if (any_unit) unit_.emplace(rows_, call.dim, carve(Unit::floats(rows_, call.dim)));
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
     if (by_block_) block_query_ = carve(rows * width);
@@ -112,6 +114,9 @@ class ItemRun {
     return static_cast<int>(std::clamp<int64_t>(item_.last_key - first, 0, most));
   }
   void aim(int64_t first, int at);
+  void next_tile(int64_t first);
+  const void* const* keys() const { return at_.keys + at_.at; }
+  const void* const* values() const { return at_.values + at_.at; }
   void ask_for_parameters(int64_t first) const;
   void read_tile(int64_t first);
   void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
@@ -135,10 +140,13 @@ class ItemRun {
   // f(k, n, block, offset): tokens k to k + n of `count` from `first` lie in one block, from there.
   template <class F>
   void for_runs(int64_t first, int count, F&& f) const {
-    int64_t offset = first % call_.block_size;
-    for (int k = 0; k < count;) {
-      const int n = static_cast<int>(std::min<int64_t>(count - k, call_.block_size - offset));
-      f(k, n, block_of(first + k), offset);
+    const int64_t size = call_.block_size, before = first / size;
+    const int64_t* block =
+        call_.blocks.data() + sequence_.blocks_start + before - sequence_.first_block;
+    int64_t offset = first - before * size;
+    for (int k = 0; k < count; ++block) {
+      const int n = static_cast<int>(std::min<int64_t>(count - k, size - offset));
+      f(k, n, *block, offset);
       k += n, offset = 0;
     }
   }
@@ -148,7 +156,7 @@ class ItemRun {
   const Sequence& sequence_;
   int rows_;
   bool few_, by_block_;
-  std::optional<MatrixUnit> unit_;
+  std::optional<Unit> unit_;
   bool unit_keys_, unit_values_;  // what it multiplies
   float *query_, *sums_, *scores_, *query_sum_, *shift_, *bias_;
   float* block_query_ = nullptr;
@@ -233,15 +241,24 @@ inline void ItemRun::aim(int64_t first, int at) {
   for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
     const char* key = call_.key.at(block, item_.kv_head, offset);
     const char* value = call_.value.at(block, item_.kv_head, offset);
-    for (int i = 0; i < n; ++i) {
-      keys[k + i] = key + i * call_.key.token;
-      values[k + i] = value + i * call_.value.token;
-    }
+    for (int i = k; i < k + n; ++i, key += call_.key.token, value += call_.value.token)
+      keys[i] = key, values[i] = value;
   });
   for (int k = count; k < TILE; ++k) {
-    keys[k] = keys[count - 1];
-    values[k] = values[count - 1];
+    keys[k] = keys[k - 1];
+    values[k] = values[k - 1];
   }
+}
+
+// The tile at `first` becomes the present one.
+inline void ItemRun::next_tile(int64_t first) {
+  at_.at += TILE;
+  if (at_.at + TILE == TileRows::MOST) {
+    std::copy(at_.keys + at_.at, at_.keys + TileRows::MOST, at_.keys);
+    std::copy(at_.values + at_.at, at_.values + TileRows::MOST, at_.values);
+    at_.at = 0;
+  }
+  aim(first + TILE, at_.at + TILE);
 }
 
 // The scales of a tile that comes.
@@ -323,7 +340,7 @@ inline void ItemRun::score_by_block() {
     }
     const int whole = static_cast<int>(round_up(n, LANES));
     kernels.dot(
-        block_query_, width, rows_, at_.keys + k, whole, call_.dim,
+        block_query_, width, rows_, keys() + k, whole, call_.dim,
         scores_ + k, TILE);
     for (int r = 0; r < rows_; ++r)
       for (int i = k; i < k + whole; ++i) scores_[r * TILE + i] += shifts[r];
@@ -332,15 +349,15 @@ inline void ItemRun::score_by_block() {
 
 inline void ItemRun::score() {
   const auto take_values = [&] {
-    if (unit_values_) unit_->take_values(at_.values, tokens_.count);
+    if (unit_values_) unit_->take_values(values(), tokens_.count);
   };
   if (unit_) {
     unit_->start_tile(
-        unit_keys_ ? at_.keys + TILE : nullptr, unit_values_ ? at_.values + TILE : nullptr);
+        unit_keys_ ? keys() + TILE : nullptr, unit_values_ ? values() + TILE : nullptr);
   }
   if (unit_keys_) {
     const int whole = static_cast<int>(round_up(tokens_.count, LANES));
-    return unit_->dot(at_.keys, whole, scores_, take_values);
+    return unit_->dot(keys(), whole, scores_, take_values);
   }
   take_values();
   if (few_ && by_block_) return score_by_block();
@@ -349,13 +366,13 @@ inline void ItemRun::score() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.dot(
-        query_, width, rows_, at_.keys, whole, call_.dim, scores_, TILE);
+        query_, width, rows_, keys(), whole, call_.dim, scores_, TILE);
     return;
   }
   for (int k = 0; k < whole; k += LANES) {
     for (int l = 0; l < LANES; ++l) {
       float* row = converted_ + l * width;
-      kernels.convert(at_.keys[k + l], call_.dim, row);
+      kernels.convert(keys()[k + l], call_.dim, row);
       if (call_.key.scale.kind == Parameter::GROUP) {
         const int64_t token = first_ + std::min(k + l, tokens_.count - 1);
         apply_groups(
@@ -388,13 +405,13 @@ inline void ItemRun::sum_values() {
   const int64_t width = call_.padded;
   if (few_) {
     kernels.weigh(
-        scores_, TILE, rows_, at_.values, tokens_.count, call_.dim, sums_,
+        scores_, TILE, rows_, values(), tokens_.count, call_.dim, sums_,
         width);
     return;
   }
   for (int k = 0; k < tokens_.count; ++k) {
     float* row = values_ + k * width;
-    kernels.convert(at_.values[k], call_.dim, row);
+    kernels.convert(values()[k], call_.dim, row);
     if (call_.value.scale.kind == Parameter::GROUP) {
       apply_groups(
           call_.value.scale, call_.value.zero_point, block_of(first_ + k), item_.kv_head,
@@ -443,10 +460,9 @@ inline void ItemRun::run(float* parts) {
   if (place_) place_->start(item_.first_key);
   for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
   if (item_.first_key < item_.last_key) aim(item_.first_key, TILE);
+  at_.at = 0;
   for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
-    std::copy(at_.keys + TILE, at_.keys + 2 * TILE, at_.keys);
-    std::copy(at_.values + TILE, at_.values + 2 * TILE, at_.values);
-    aim(first + TILE, TILE);
+    next_tile(first);
     ask_for_parameters(first + TILE);
     const int count = count_from(first);
     read_tile(first);

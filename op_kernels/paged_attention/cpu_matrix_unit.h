@@ -9,13 +9,13 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "../common/cpu_paged.h"
 #include "../common/cpu_vector.h"
 #include "cpu_ask_for.h"
 #include "cpu_softmax.h"
+#include "cpu_whole_numbers.h"
 
 #if defined(ASCEND_KV_AVX512) && defined(__AMX_TILE__) && defined(__AMX_INT8__) && \
     defined(__linux__)
@@ -80,11 +80,8 @@ class MatrixUnit {
     constexpr float MOST = 0x7f7f00;  // rounded up it still fits three signed bytes
     for (int r = 0; r < rows_; ++r) {
       const float* row = rows + r * stride;
-      Words most{};
-      for (int64_t c = 0; c < dim_; c += LANES)
-        most = larger_bits(most, bits_of<Words>(magnitude(load(row + c))));
-      const float size = largest_of(most);
-      if (!is_fit(size)) return false;
+      const float size = largest_size(row, dim_);
+      if (!has_whole_numbers(size)) return false;
       const float inverse = size > 0 ? MOST / size : 0;
       query_steps_[r] = size / MOST;
       int8_t* group = queries_ + r / ROWS * chunks_ * 2 * TILE_BYTES;
@@ -103,26 +100,9 @@ class MatrixUnit {
 
   // Before each tile: TILE keys and values of the next one, null where they are not the unit's.
   void start_tile(const void* const* next_keys, const void* const* next_values) {
-    upcoming_ = next_keys ? next_keys : next_values;
-    asks_ = TILE;
-    then_upcoming_ = next_keys ? next_values : nullptr;
+    upcoming_.start(next_keys, next_values, dim_);
   }
-
-  // Asks for some of what comes, 8 lines or a little more. To be called often: all at once they
-  // would keep what is needed first waiting.
-  void ask_for_some() {
-    if (asks_ == 0) {
-      if (!then_upcoming_) return;
-      upcoming_ = std::exchange(then_upcoming_, nullptr), asks_ = TILE;
-    }
-    const int count = chunks_ == 1 ? 8 : 4;
-    for (int i = 0; i < count; ++i) {
-      const auto* codes = static_cast<const char*>(upcoming_[i]);
-      ask_for(codes, LINE_BYTES);
-      if (chunks_ > 1) ask_for(codes + LINE_BYTES, dim_ - LINE_BYTES);
-    }
-    upcoming_ += count, asks_ -= count;
-  }
+  void ask_for_some() { upcoming_.ask_for_some(); }
 
   // scores[r * TILE + k] = rows[r] . keys[k], for `count` keys, a multiple of LANES. The unit works
   // on while other units are busy: on weights that wait, and while meanwhile() is called.
@@ -164,11 +144,8 @@ class MatrixUnit {
   // cannot take one of them.
   bool take_weights(const float* weights, int count) {
     for (int r = 0; r < rows_; ++r) {
-      Words most{};
-      for (int k = 0; k < count; k += LANES)
-        most = larger_bits(most, bits_of<Words>(load(weights + r * TILE + k)));
-      weight_sizes_[r] = largest_of(most);
-      if (!is_fit(weight_sizes_[r])) return false;
+      weight_sizes_[r] = largest_size(weights + r * TILE, count);
+      if (!has_whole_numbers(weight_sizes_[r])) return false;
     }
     for (int r = 0; r < rows_; ++r) {
       split_weights(r, weights + r * TILE, count);
@@ -227,16 +204,6 @@ class MatrixUnit {
   static int groups_of(int rows) { return (rows + ROWS - 1) / ROWS; }
   static int chunks_of(int64_t dim) { return static_cast<int>((dim + CHUNK - 1) / CHUNK); }
 
-  // Of numbers that are not negative the larger has the larger bits; NaN and what is negative have
-  // larger ones than any number.
-  static Words larger_bits(Words a, Words b) { return a > b ? a : b; }
-  static float largest_of(Words bits) {
-    return bits_of<float>(_mm512_reduce_max_epu32(bits_of<__m512i>(bits)));
-  }
-  // 0, or a number whose inverse times 2^24 is one too.
-  static bool is_fit(float size) {
-    return size == 0 || (size >= 0x1p-100f && size <= std::numeric_limits<float>::max());
-  }
   static Ints nearest(Vec x) { return bits_of<Ints>(_mm512_cvtps_epi32(x)); }
   static Ints signed_byte(Ints x) { return (x << 24) >> 24; }
   static Bytes low_bytes(Ints x) {
@@ -451,31 +418,11 @@ class MatrixUnit {
   int rows_, chunks_;
   int64_t dim_;
   bool waiting_ = false;  // weights
-  const void *const *upcoming_, *const *then_upcoming_;
-  int asks_ = 0;  // left, of upcoming_
+  Upcoming upcoming_;
   int8_t *queries_, *keys_, *values_, *weights_;
   int32_t *scores_, *weighed_;
   float *sums_, *query_steps_, *weight_sizes_;
   Tiles before_;  // torch's own products use the unit too
-};
-
-#else
-
-class MatrixUnit {
- public:
-  static bool serves(const Side&, int, int64_t) { return false; }
-  static int64_t floats(int, int64_t) { return 0; }
-  MatrixUnit(int, int64_t, float*) {}
-  bool load_rows(const float*, int64_t) { return false; }
-  void start_tile(const void* const*, const void* const*) {}
-  void ask_for_some() {}
-  template <class F>
-  void dot(const void* const*, int, float*, F&&) {}
-  void take_values(const void* const*, int) {}
-  bool take_weights(const float*, int) { return false; }
-  void weigh() {}
-  void scale(int, float) {}
-  void add_sums(float*, int64_t) const {}
 };
 
 #endif

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_calls import run, truth
+from attention_calls import run, tolerance, truth
 from compare import assert_as_good, assert_within
 
 from ascend_kv.errors import UsageError
@@ -158,7 +158,7 @@ def test_nothing(cache_with: Any, queries: list[int]) -> None:
     offset["key_offset"].zero_()
     given = run(cache, query, queries, **offset)
     for found, wanted in zip(given, run(cache, query, queries), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=tolerance(), atol=tolerance())
     empty = run(cache, query[:0], [0, 0], **offset)
     assert empty[0].shape == (0, 4, 16)
 
@@ -177,7 +177,7 @@ def test_positions_and_entries(cache_with: Any) -> None:
         found = run(cache, query, [2, 1], **offset, **options, **more)
         expected = run(cache, query, [2, 1], score_bias=bias, **options, **more)
         for result, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, wanted, rtol=tolerance(), atol=tolerance())
 
 
 @pytest.mark.parametrize("queries", [1, 10])
