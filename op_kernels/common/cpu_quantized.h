@@ -48,7 +48,8 @@ inline float as_stored(float parameter) {
   return Kind::HALF_SCALES ? round_to_half(parameter) : parameter;
 }
 
-// What the vectors of a group have shown so far. A NaN or infinity makes `poison` NaN.
+// What the vectors of a group have shown so far. A NaN or infinity makes `poison` NaN, or the largest
+// magnitude, where that is all that counts.
 template <bool SYMMETRIC>
 struct GroupRange {
   Vec high = broadcast(SYMMETRIC ? 0.0f : -std::numeric_limits<float>::infinity());
@@ -60,26 +61,27 @@ struct GroupRange {
     for_vectors(n, [&](int64_t c, int count) {
       Vec x = load_at(from, c, count);
       if constexpr (SYMMETRIC) {
-        high = larger(magnitude(x), high);
+        high = bits_of<Vec>(larger_bits(bits_of<Words>(high), bits_of<Words>(magnitude(x))));
       } else {
         if (count < LANES)  // lanes past the end repeat the first instead of 0
           for (int l = count; l < LANES; ++l) x[l] = x[0];
         high = larger(x, high);
         low = smaller(x, low);
+        poison = poison + (x - x);
       }
-      poison = poison + (x - x);
     });
   }
 
   // Scale, and zero point where asymmetric, as they are stored.
   template <class Kind>
   std::pair<float, float> scale() const {
-    const float wrong = sum(poison), most = largest(high);
+    const float wrong = sum(poison);
     if constexpr (SYMMETRIC) {
-      const float scale = as_stored<Kind>(most / Kind::LARGEST + wrong);
+      const float most = bits_of<float>(largest_bits(bits_of<Words>(high)));
+      const float scale = as_stored<Kind>(most / Kind::LARGEST + (most - most) + wrong);
       return {Kind::HALF_SCALES ? scale + (scale - scale) : scale, 0.0f};
     } else {
-      const float least = smallest(low);
+      const float most = largest(high), least = smallest(low);
       const float scale = as_stored<Kind>(most / Kind::STEPS - least / Kind::STEPS);
       const float zero_point = as_stored<Kind>(least + Kind::MIDDLE * scale);
       const float poisoned = (zero_point - zero_point) + wrong;
@@ -112,13 +114,24 @@ constexpr float lowest_code(bool symmetric) {
 template <class Kind, class T>
 inline bool encode_by_product(
     const T* from, int64_t n, float inverse, float zero_point, float low, typename Kind::Code* to) {
-  const Vec magic = broadcast(0x1.8p23f);  // the sum has no bits left for fractions
   Ints clear = Ints{} == Ints{};
-  for_vectors(n, [&](int64_t c, int count) {
-    const Vec steps = (load_at(from, c, count) - zero_point) * inverse;
-    const Vec whole = (steps + magic) - magic;
-    clear = clear & (magnitude(steps - whole) < 0.4999f);
-    store_at(to, c, count, smaller(larger(whole, broadcast(low)), broadcast(Kind::LARGEST)));
+  const auto whole = [&](Vec x) {
+    const Vec steps = larger(broadcast(low), (x - zero_point) * inverse);
+    const Ints nearest_steps = nearest(steps);
+    clear = clear & (magnitude(steps - floats_of(nearest_steps)) < 0.4999f);
+    return nearest_steps;
+  };
+  int64_t c = 0;
+  if constexpr (std::is_same_v<typename Kind::Code, int8_t>) {
+    for (; c + 4 * LANES <= n; c += 4 * LANES) {
+      Ints codes[4];
+      repeat<4>([&](auto i) { codes[i] = whole(load(from + c + i * LANES)); });
+      store_saturated(to + c, codes);
+    }
+  }
+  for_vectors(n - c, [&](int64_t i, int count) {
+    const Vec codes = floats_of(whole(load_at(from, c + i, count)));
+    store_at(to, c + i, count, smaller(codes, broadcast(Kind::LARGEST)));
   });
   return all(clear);
 }

@@ -241,6 +241,44 @@ inline void store(int8_t* to, Vec v) {
 #endif
 }
 
+// To the nearest, half to even; what does not fit becomes the least of all.
+inline Ints nearest(Vec v) {
+#if defined(ASCEND_KV_AVX512)
+  return bits_of<Ints>(_mm512_cvtps_epi32(v));
+#elif defined(ASCEND_KV_AVX2)
+  return bits_of<Ints>(_mm256_cvtps_epi32(v));
+#elif defined(__aarch64__)
+  return bits_of<Ints>(vcvtnq_s32_f32(v));
+#else
+  const Vec magic = broadcast(0x1.8p23f);  // the sum has no bits left for fractions
+  const Vec whole = magnitude(v) < 0x1p22f ? (v + magic) - magic : v;
+  return __builtin_convertvector(whole, Ints);
+#endif
+}
+inline Vec floats_of(Ints v) { return __builtin_convertvector(v, Vec); }
+
+// Four vectors at a time; what is beyond -128 to 127 becomes the nearer of these.
+inline void store_saturated(int8_t* to, const Ints* v) {
+#if defined(ASCEND_KV_AVX2)
+  const auto x = [&](int i) { return bits_of<__m256i>(v[i]); };
+  const __m256i bytes =
+      _mm256_packs_epi16(_mm256_packs_epi32(x(0), x(1)), _mm256_packs_epi32(x(2), x(3)));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
+#else
+  for (int i = 0; i < 4; ++i) {
+#if defined(ASCEND_KV_AVX512)
+    const __m128i codes = _mm512_cvtsepi32_epi8(bits_of<__m512i>(v[i]));
+    _mm_storeu_si128((__m128i*)(to + i * LANES), codes);
+#else
+    const Ints most = Ints{} + 127, least = Ints{} - 128;
+    const Ints high = v[i] > most ? most : v[i];
+    store(to + i * LANES, floats_of(high < least ? least : high));
+#endif
+  }
+#endif
+}
+
 // Numbers up to the largest of the type.
 template <int MANTISSA, int BIAS, class T>
 inline void store_fp8(T* to, Vec v) {
@@ -351,6 +389,15 @@ inline float largest(Vec v) {
   else return largest<D / 2>(larger(v, upper<D>(v, v, Lanes{})));
 }
 inline float smallest(Vec v) { return -largest(-v); }
+
+// Of numbers that are not negative the larger has the larger bits, and NaN the largest.
+inline Words larger_bits(Words a, Words b) { return a > b ? a : b; }
+template <int D = LANES / 2>
+inline uint32_t largest_bits(Words v) {
+  if constexpr (D == 0) return v[0];
+  else return largest_bits<D / 2>(larger_bits(v, bits_of<Words>(upper<D>(
+                 bits_of<Vec>(v), bits_of<Vec>(v), Lanes{}))));
+}
 
 // Lane l of the result joins all lanes of v[l], by `with`; v is overwritten. A tree, the same on
 // every call.

@@ -204,12 +204,10 @@ class MatrixUnit {
   static int groups_of(int rows) { return (rows + ROWS - 1) / ROWS; }
   static int chunks_of(int64_t dim) { return static_cast<int>((dim + CHUNK - 1) / CHUNK); }
 
-  static Ints nearest(Vec x) { return bits_of<Ints>(_mm512_cvtps_epi32(x)); }
   static Ints signed_byte(Ints x) { return (x << 24) >> 24; }
   static Bytes low_bytes(Ints x) {
     return bits_of<Bytes>(_mm512_cvtepi32_epi8(bits_of<__m512i>(x)));
   }
-  static Vec floats_of(Ints x) { return __builtin_convertvector(x, Vec); }
   // What the compiler may not know: the unit reads and writes memory.
   static void settle() { asm volatile("" ::: "memory"); }
 
