@@ -126,7 +126,16 @@ def test_native_cpu_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     code = finding("native CPU code")
     assert code.state == ABSENT and "pip install" in code.advice
     monkeypatch.setattr(native, "find_problem", lambda _: None)
-    assert finding("native CPU code").value.startswith("built for this CPU")
+    for features, how in (
+        ("avx2", "16 bits"),
+        ("avx2 avx512f", "attention in float32"),
+        ("avx2 avx512f amx_int8", "24 bits"),
+        ("", "attention in float32"),
+    ):
+        described = json.dumps({"cpu_features": features.split()})
+        (tmp_path / "gone.json").write_text(described)
+        code = finding("native CPU code")
+        assert code.value.startswith("built for this CPU") and code.value.endswith(how)
     monkeypatch.setenv(native.VARIABLE, "reference")
     assert "leaves it out" in finding("native CPU code").value
 

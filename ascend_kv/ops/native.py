@@ -86,7 +86,7 @@ def find_problem(library: Path) -> str | None:
     return None
 
 
-def whole_number_bits(library: Path = LIBRARY) -> int | None:
+def whole_number_bits() -> int | None:
     """Bits that compiled attention over INT8 codes leaves of a query or a weight; None: float32's.
 
     Codes are whole numbers, and some CPUs multiply those faster than floats. What codes are
@@ -98,7 +98,7 @@ def whole_number_bits(library: Path = LIBRARY) -> int | None:
     of the values' magnitudes. In the root mean square that is at most sqrt(D) / 258 of what the
     rounding of D channels to 8 bits does to a score, 1 / 258 for channels of like size.
     """
-    features = json.loads(library.with_suffix(".json").read_text())["cpu_features"]
+    features = json.loads(LIBRARY.with_suffix(".json").read_text())["cpu_features"]
     if "amx_int8" in features:
         return 24
     return 16 if "avx2" in features and "avx512f" not in features else None

@@ -1,7 +1,8 @@
-"""paged_attention of five and more rows a KV head over INT8, against the float64 oracle.
+"""paged_attention over INT8, against the float64 oracle.
 
-Where the CPU has a matrix unit that is what computes them: queries and weights are whole numbers
-there, and a row that these cannot hold takes another way.
+Where the CPU multiplies codes in whole numbers, by a matrix unit from five query heads a KV head on
+or in words for any, queries and weights become whole numbers too, and a row that these cannot hold
+takes another way.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attention_calls import check_as_good, run, tolerance
+from attention_calls import BUILT, NATIVE, check_as_good, run, tolerance, truth
+from oracle import read_sequence
+
+from ascend_kv.ops import native
 
 INT8 = torch.int8
 # one tile and less, several, and an end in the middle of a vector, of a block and of a tile
@@ -19,18 +24,19 @@ LENGTHS = [1, 3, 40, 64, 131]
 DECODES = [1] * len(LENGTHS)
 
 
-@pytest.mark.parametrize("group", [5, 7, 8, 9, 17])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 9, 17])
 @pytest.mark.parametrize("dim", [8, 40, 64, 128])
 def test_groups(cache_with: Any, group: int, dim: int) -> None:
     cache = cache_with(LENGTHS, dim=dim)
     check_as_good(cache, torch.randn(5, 2 * group, dim), DECODES)
 
 
-@pytest.mark.parametrize("dim", [96, 136, 192, 256, 264])
+@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.parametrize("dim", [96, 136, 192, 256, 264, 520])
 @pytest.mark.parametrize("block_size", [3, 64])
-def test_wide_heads(cache_with: Any, dim: int, block_size: int) -> None:
+def test_wide_heads(cache_with: Any, dim: int, block_size: int, group: int) -> None:
     cache = cache_with(LENGTHS, dim=dim, block_size=block_size, kv_heads=1)
-    check_as_good(cache, torch.randn(5, 6, dim), DECODES)
+    check_as_good(cache, torch.randn(5, group, dim), DECODES)
 
 
 @pytest.mark.parametrize("queries", [[1, 3, 40, 64, 131], [0, 2, 3, 30, 99]])
@@ -53,15 +59,35 @@ def test_one_side_alone(cache_with: Any, other: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("code", [-128, 127])
-def test_the_largest_sums(cache_with: Any, code: int) -> None:
+@pytest.mark.parametrize("dim", [256, 512])
+@pytest.mark.parametrize("group", [1, 8])
+def test_the_largest_sums(cache_with: Any, code: int, dim: int, group: int) -> None:
     """Every code, query and weight as large as they can be, all of one sign."""
-    cache = cache_with([64], dim=256, kv_heads=1)
+    cache = cache_with([64], dim=dim, kv_heads=1)
     for codes in cache.tensors:
         codes.fill_(code)
     for scale in ("key_scale", "value_scale"):
         cache.scales[scale].fill_(0.01)
     for size in (1.0, -1.0):
-        check_as_good(cache, torch.full((1, 8, 256), size), [1])
+        check_as_good(cache, torch.full((1, group, dim), size), [1])
+
+
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("largest", [1.0, 1000.0])
+def test_rounding_is_as_documented(cache_with: Any, group: int, largest: float) -> None:
+    """By ``native.whole_number_bits``: of one key the log-sum-exp is the score."""
+    bits = (native.whole_number_bits() if NATIVE and BUILT else None) or 64
+    cache = cache_with([1] * 40, dim=128)
+    query = torch.randn(40, 2 * group, 128)
+    query[:, :, 5] *= largest
+    _, scores = run(cache, query, [1] * 40)
+    _, exact = truth(cache, query, [1] * 40, np.float64)
+    keys = np.concatenate([read_sequence(cache.sides[0], t, 1) for t in cache.tables.numpy()], 1)
+    keys = np.abs(keys.swapaxes(0, 1)).repeat(group, 1)
+    asked = query.abs().double().numpy() * 128**-0.5
+    rounded = asked.max(-1) * keys.sum(-1) / (2**bits - 2)
+    float32 = 128 * np.finfo(np.float32).eps * (asked * keys).sum(-1)
+    assert (np.abs(scores.double().numpy() - exact) <= rounded + float32).all()
 
 
 def test_queries_of_all_sizes(cache_with: Any) -> None:
