@@ -21,7 +21,7 @@ MADE_FOR_WORDS = NATIVE and BUILT and native.whole_number_bits() == WORD_BITS
 
 
 def in_words() -> bool:
-    """Whether what INT8 codes are multiplied with is rounded to so few bits that float32's rounding
+    """Whether what codes are multiplied with is rounded to so few bits that float32's rounding
     is no yardstick any more."""
     reference = operator("paged_attention", REFERENCE_NAMESPACE)
     return MADE_FOR_WORDS and sys.modules["ascend_kv.ops.paged_attention"]._op is not reference
@@ -34,8 +34,9 @@ def tolerance() -> float:
 
 def bits_of(cache: torch.Tensor, scale: torch.Tensor | None) -> int | None:
     """Bits to which the operator rounds what the codes of this side are multiplied with."""
+    channels = cache.shape[3] * (2 if cache.dtype == torch.uint8 else 1)
     by_group = scale is not None and scale.dim() == 4 and scale.shape[0] > 1
-    served = cache.dtype == torch.int8 and cache.shape[3] <= 512 and not by_group
+    served = cache.dtype in (torch.int8, torch.uint8) and channels <= 512 and not by_group
     return WORD_BITS if served and in_words() else None
 
 

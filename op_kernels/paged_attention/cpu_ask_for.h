@@ -25,17 +25,20 @@ constexpr int AHEAD = 32;
 class Upcoming {
  public:
   // TILE addresses each of vectors of so many bytes, null where they are not wanted.
-  void start(const void* const* keys, const void* const* values, int64_t bytes) {
+  void start(
+      const void* const* keys, int64_t key_bytes, const void* const* values, int64_t value_bytes) {
     now_ = keys ? keys : values;
+    bytes_ = keys ? key_bytes : value_bytes;
     then_ = keys ? values : nullptr;
-    left_ = TILE, bytes_ = bytes;
+    then_bytes_ = value_bytes;
+    left_ = TILE;
   }
 
   // 8 lines or a little more. To be called often.
   void ask_for_some() {
     if (left_ == 0) {
       if (!then_) return;
-      now_ = std::exchange(then_, nullptr), left_ = TILE;
+      now_ = std::exchange(then_, nullptr), bytes_ = then_bytes_, left_ = TILE;
     }
     const int count = bytes_ <= LINE_BYTES ? 8 : 4;
     for (int i = 0; i < count; ++i) ask_for(now_[i], bytes_);
@@ -48,7 +51,7 @@ class Upcoming {
  private:
   const void *const *now_ = nullptr, *const *then_ = nullptr;
   int left_ = 0;  // of now_
-  int64_t bytes_ = 0;
+  int64_t bytes_ = 0, then_bytes_ = 0;
 };
 
 }  // namespace ascend_kv::cpu

@@ -80,7 +80,10 @@ class ItemRun {
         (few_ ? 0 : (2 * TILE + LANES) * width) + offset_floats() +
         (any_unit ? Unit::floats(rows_, call.dim) : 0));
     const auto carve = [&](int64_t count) { return std::exchange(next, next + count); };
-    if (any_unit) unit_.emplace(rows_, call.dim, carve(Unit::floats(rows_, call.dim)));
+    if (any_unit) {
+      unit_.emplace(
+          call.key, call.value, rows_, call.dim, carve(Unit::floats(rows_, call.dim)));
+    }
     query_ = carve(rows * width);
     sums_ = carve(rows * width);
     if (by_block_) block_query_ = carve(rows * width);

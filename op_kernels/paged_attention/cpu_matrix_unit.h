@@ -49,7 +49,7 @@ class MatrixUnit {
     return tiles * TILE_BYTES / 4 + groups * ROWS * (chunks * CHUNK + 2);
   }
 
-  MatrixUnit(int rows, int64_t dim, float* memory)
+  MatrixUnit(const Side&, const Side&, int rows, int64_t dim, float* memory)
       : rows_(rows), chunks_(chunks_of(dim)), dim_(dim) {
     const int64_t all_rows = groups_of(rows) * ROWS;
     const auto take = [&](int64_t tiles) {
@@ -100,7 +100,7 @@ class MatrixUnit {
 
   // Before each tile: TILE keys and values of the next one, null where they are not the unit's.
   void start_tile(const void* const* next_keys, const void* const* next_values) {
-    upcoming_.start(next_keys, next_values, dim_);
+    upcoming_.start(next_keys, dim_, next_values, dim_);
   }
   void ask_for_some() { upcoming_.ask_for_some(); }
 

@@ -1,4 +1,4 @@
-// What multiplies INT8 codes in whole numbers, where the CPU has something for it.
+// What multiplies codes in whole numbers, where the CPU has something for it.
 #pragma once
 
 #include "cpu_matrix_unit.h"
@@ -16,7 +16,7 @@ class NoUnit {
  public:
   static bool serves(const Side&, int, int64_t) { return false; }
   static int64_t floats(int, int64_t) { return 0; }
-  NoUnit(int, int64_t, float*) {}
+  NoUnit(const Side&, const Side&, int, int64_t, float*) {}
   bool load_rows(const float*, int64_t) { return false; }
   void start_tile(const void* const*, const void* const*) {}
   void ask_for_some() {}

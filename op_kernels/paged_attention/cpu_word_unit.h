@@ -1,5 +1,5 @@
-// Attention over INT8 codes in whole numbers of 16 bits, on AVX2: one instruction multiplies 16 of
-// them and adds each two products, where float32 takes two instructions, after two that convert.
+// Attention over INT8 and INT4 codes in whole numbers of 16 bits, on AVX2: one instruction multiplies
+// 16 of them and adds each two products, where float32 takes two instructions, after two that convert.
 //
 // What codes are multiplied with, queries and weights, is rounded to 16 bits against the largest of
 // its row (of a tile), and the sums of the products are exact. A step multiplies pairs: two channels
@@ -22,15 +22,17 @@ namespace ascend_kv::cpu {
 class WordUnit {
  public:
   static bool serves(const Side& side, int, int64_t dim) {
-    return side.type == Type::INT8 && side.scale.kind != Parameter::GROUP && dim <= MOST_CHANNELS;
+    return (side.type == Type::INT8 || side.type == Type::INT4) &&
+           side.scale.kind != Parameter::GROUP && dim <= MOST_CHANNELS;
   }
   static int64_t floats(int rows, int64_t dim) {
     const int64_t channels = round_up(dim, STRIP);
     return TILE * channels / 2 + rows * (QUERY_WORDS / 2 + TILE / 2 + channels + 2);
   }
 
-  WordUnit(int rows, int64_t dim, float* memory)
-      : rows_(rows), dim_(dim), channels_(round_up(dim, STRIP)) {
+  WordUnit(const Side& key, const Side& value, int rows, int64_t dim, float* memory)
+      : rows_(rows), dim_(dim), channels_(round_up(dim, STRIP)),
+        packed_keys_(key.type == Type::INT4), packed_values_(value.type == Type::INT4) {
     const auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     turned_keys_ = reinterpret_cast<int8_t*>(take(TILE * channels_ / 4));
     values_ = reinterpret_cast<int8_t*>(take(TILE * channels_ / 4));
@@ -57,31 +59,24 @@ class WordUnit {
 
   // Before each tile: TILE keys and values of the next one, null where they are not the unit's.
   void start_tile(const void* const* next_keys, const void* const* next_values) {
-    upcoming_.start(next_keys, next_values, dim_);
+    upcoming_.start(
+        next_keys, packed_keys_ ? dim_ / 2 : dim_, next_values, packed_values_ ? dim_ / 2 : dim_);
   }
   void ask_for_some() { upcoming_.ask_for_some(); }
 
   // scores[r * TILE + k] = rows[r] . keys[k], for `count` keys and what fills up their last CHUNK.
   template <class F>
   void dot(const void* const* keys, int count, float* scores, F&& meanwhile) {
-    if (rows_ == 1) dot_keys<1>(keys, count, scores);
-    else if (rows_ == 2) dot_keys<2>(keys, count, scores);
-    else dot_turned(keys, count, scores);
+    if (packed_keys_) dot_codes<Nibbles>(keys, count, scores);
+    else dot_codes<int8_t>(keys, count, scores);
     meanwhile();
   }
 
   // Values that weights are to come for, `count` of them: the codes of two tokens become pairs, in
   // rows of 2 * channels_ bytes. Of a strip's four vectors of pairs the middle two change places.
   void take_values(const void* const* values, int count) {
-    for (int k = 0; k < count; k += 2) {
-      if (k % 8 == 0) ask_for_some();
-      auto* to = (__m256i*)(values_ + k * channels_);
-      for_pieces<STRIP>([&](int64_t, auto&& read) ASCEND_KV_INLINED {
-        const __m256i a = read(values[k]), b = read(values[k + 1]);
-        _mm256_store_si256(to++, _mm256_unpacklo_epi8(a, b));
-        _mm256_store_si256(to++, _mm256_unpackhi_epi8(a, b));
-      });
-    }
+    if (packed_values_) pair_values<Nibbles>(values, count);
+    else pair_values<int8_t>(values, count);
   }
 
   // Multiplies weights [rows, TILE] with `count` values and adds to the sums. False: the weights are
@@ -144,28 +139,61 @@ class WordUnit {
     _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
   }
 
-  // f(c, read) for each BYTES channels: read(codes) are those from c, 0 past the last channel.
-  template <int BYTES, class F>
+  // f(c, read) for each COUNT channels: read(stored) are their codes, 0 past the last channel.
+  template <class T, int COUNT, class F>
   ASCEND_KV_INLINE void for_pieces(F&& f) const {
     int64_t c = 0;
-    for (; c + BYTES <= dim_; c += BYTES)
-      f(c, [c](const void* codes) ASCEND_KV_INLINED { return read_piece<BYTES>(codes, c); });
+    for (; c + COUNT <= dim_; c += COUNT)
+      f(c, [c](const void* stored) ASCEND_KV_INLINED {
+        return read_codes<COUNT>(past(static_cast<const T*>(stored), c));
+      });
     if (c == dim_) return;
-    f(c, [this, c](const void* codes) {
-      int8_t held[BYTES] = {};
-      std::memcpy(held, static_cast<const int8_t*>(codes) + c, dim_ - c);
-      return read_piece<BYTES>(held, 0);
+    f(c, [this, c](const void* stored) {
+      T held[COUNT] = {};
+      std::memcpy(held, past(static_cast<const T*>(stored), c), bytes_of_channels<T>(dim_ - c));
+      return read_codes<COUNT>(held);
     });
   }
-  template <int BYTES>
-  static ASCEND_KV_INLINE auto read_piece(const void* codes, int64_t c) {
-    const auto* from = static_cast<const int8_t*>(codes) + c;
-    if constexpr (BYTES == STRIP) return _mm256_loadu_si256((const __m256i*)from);
+  template <int COUNT>
+  static ASCEND_KV_INLINE auto read_codes(const int8_t* from) {
+    if constexpr (COUNT == STRIP) return _mm256_loadu_si256((const __m256i*)from);
     else return _mm_loadu_si128((const __m128i*)from);
+  }
+  template <int COUNT>
+  static ASCEND_KV_INLINE auto read_codes(const Nibbles* from) {
+    const __m128i four_bits = _mm_set1_epi8(15), sign = _mm_set1_epi8(8);
+    const auto codes = [&](__m128i x) { return _mm_sub_epi8(_mm_xor_si128(x, sign), sign); };
+    const __m128i both = COUNT == STRIP ? _mm_loadu_si128((const __m128i*)from)
+                                        : _mm_loadl_epi64((const __m128i*)from);
+    const __m128i first = _mm_and_si128(both, four_bits);
+    const __m128i second = _mm_and_si128(_mm_srli_epi16(both, 4), four_bits);
+    const __m128i low = codes(_mm_unpacklo_epi8(first, second));
+    if constexpr (COUNT == CHUNK) return low;
+    else return _mm256_set_m128i(codes(_mm_unpackhi_epi8(first, second)), low);
+  }
+
+  template <class T>
+  void pair_values(const void* const* values, int count) {
+    for (int k = 0; k < count; k += 2) {
+      if (k % 8 == 0) ask_for_some();
+      auto* to = (__m256i*)(values_ + k * channels_);
+      for_pieces<T, STRIP>([&](int64_t, auto&& read) ASCEND_KV_INLINED {
+        const __m256i a = read(values[k]), b = read(values[k + 1]);
+        _mm256_store_si256(to++, _mm256_unpacklo_epi8(a, b));
+        _mm256_store_si256(to++, _mm256_unpackhi_epi8(a, b));
+      });
+    }
+  }
+
+  template <class T>
+  void dot_codes(const void* const* keys, int count, float* scores) {
+    if (rows_ == 1) dot_keys<T, 1>(keys, count, scores);
+    else if (rows_ == 2) dot_keys<T, 2>(keys, count, scores);
+    else dot_turned<T>(keys, count, scores);
   }
 
   // One or two rows: channel by channel, and the sums are summed over their lanes.
-  template <int R>
+  template <class T, int R>
   void dot_keys(const void* const* keys, int count, float* scores) {
     constexpr int K = 4;
     for (int first = 0; first < count; first += LANES) {
@@ -179,7 +207,7 @@ class WordUnit {
           from[i] = keys[first + k + i];
           repeat<R>([&](auto r) { sums[r][i] = _mm256_setzero_si256(); });
         });
-        for_pieces<CHUNK>([&](int64_t c, auto&& read) ASCEND_KV_INLINED {
+        for_pieces<T, CHUNK>([&](int64_t c, auto&& read) ASCEND_KV_INLINED {
           __m256i x[K];
           repeat<K>([&](auto i) { x[i] = _mm256_cvtepi8_epi16(read(from[i])); });
           repeat<R>([&](auto r) {
@@ -203,11 +231,12 @@ class WordUnit {
 
   // More rows: the keys are turned, so that a vector is two channels of each of LANES keys, and sums
   // end as scores.
+  template <class T>
   void dot_turned(const void* const* keys, int count, float* scores) {
     for (int k = 0; k < count; k += CHUNK) {
       ask_for_some();
       ask_for_some();
-      for_pieces<CHUNK>([&](int64_t c, auto&& read) ASCEND_KV_INLINED {
+      for_pieces<T, CHUNK>([&](int64_t c, auto&& read) ASCEND_KV_INLINED {
         turn(keys + k, read, turned_keys_ + c * TILE + 2 * k);
       });
     }
@@ -283,8 +312,9 @@ class WordUnit {
 
   int rows_;
   int64_t dim_, channels_;  // channels_: dim in whole strips
+  bool packed_keys_, packed_values_;  // two codes a byte
   Upcoming upcoming_;
-    int8_t *turned_keys_, *values_;
+  int8_t *turned_keys_, *values_;
   int16_t *queries_, *weights_;
   float *sums_, *query_steps_, *weight_steps_;
 };
