@@ -36,10 +36,10 @@ CPU_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-# The first of these that this CPU has and the compiler knows is compiled for (cpu_vector.h and
-# cpu_matrix_unit.h of op_kernels); none above ASCEND_KV_CPU_LEVEL, for a library that also serves
-# lesser CPUs. The features' names are those of /proc/cpuinfo; flags_of makes the
-# compiler's of them. On ARM none is needed.
+# The first of these that this CPU has and the compiler knows is compiled for (cpu_vector.h,
+# cpu_word_unit.h and cpu_matrix_unit.h of op_kernels); none above ASCEND_KV_CPU_LEVEL, for a
+# library that also serves lesser CPUs. The features' names are those of /proc/cpuinfo; flags_of
+# makes the compiler's of them. On ARM none is needed.
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", *AVX2)
 CPU_LEVELS = {

@@ -60,7 +60,8 @@ def truth(
     """The same by loops in ``dtype``; other than in float64 as good as the operator is to be."""
     visible = oracle.Visible(options.pop("causal", True), options.pop("window", 0))
     scales = (cache.scales.get(f"{side}_scale") for side in ("key", "value"))
-    bits = oracle.Bits(*map(bits_of, cache.tensors, scales)) if dtype is np.float32 else oracle.EXACT
+    rounded = oracle.Bits(*map(bits_of, cache.tensors, scales))
+    bits = rounded if dtype is np.float32 else oracle.EXACT
     arrays = {name: option.double().numpy() for name, option in options.items()}
     return oracle.paged_attention(
         query.double().numpy(),

@@ -154,7 +154,7 @@ EXACT = Bits()
 
 def round_to_bits(row: Array, bits: int | None) -> Array:
     """Each number to the nearest of as many steps as the largest has with so many bits."""
-    if bits is None or not np.isfinite(row).all() or not row.any():
+    if bits is None or not np.isfinite(row).all() or np.abs(row).max(initial=0) < 2.0**-100:
         return row
     step = np.abs(row).max() / (2 ** (bits - 1) - 1)
     return np.rint(row / step) * step

@@ -105,6 +105,11 @@ def run(weights: LoadedModel, formats: list[LayerFormat], chunks: list[int] | No
     return logits, cache
 
 
+def rounds_to_words(name: str) -> bool:
+    """Whether what its codes are multiplied with is rounded: then more of them lie on an edge."""
+    return in_words() and "int" in name and "group" not in name
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_attention_over_the_bytes(weights: LoadedModel, name: str) -> None:
     formats = [layer_format(name)] * weights.geometry.num_layers
@@ -120,7 +125,7 @@ def test_logits_are_those_of_attention_over_the_bytes(weights: LoadedModel, name
     plain, _ = run(weights, [layer_format("float32")] * weights.geometry.num_layers)
     # a code on an edge may fall to the other side, so the largest error says little
     error, effect = ((x - exact).double().square().mean().sqrt() for x in (logits, plain))
-    assert error < (5e-2 if in_words() else 2e-2) * effect
+    assert error < (5e-2 if rounds_to_words(name) else 2e-2) * effect
     assert effect > 1e-3  # the format is seen in the logits
 
 
@@ -131,7 +136,8 @@ def test_results_do_not_depend_on_chunks(weights: LoadedModel, name: str) -> Non
     for chunks in ([1] * len(TOKENS), [7, 1, 16, 5]):
         cut, _ = run(weights, formats, chunks)
         # sums round otherwise, and now and then a code on an edge falls to the other side
-        assert (cut - whole).double().square().mean().sqrt() < (5e-3 if in_words() else 1e-3)
+        error = (cut - whole).double().square().mean().sqrt()
+        assert error < (5e-3 if rounds_to_words(name) else 1e-3)
 
 
 def make_llm(weights: LoadedModel, **options: Any) -> LLM:

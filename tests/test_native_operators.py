@@ -353,7 +353,7 @@ def _attention(
     return torch.cat(outputs), torch.cat(sums)
 
 
-@pytest.mark.parametrize("group", [4, 5, 7, 8, 14])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 14])
 @pytest.mark.parametrize("dim", [1, 15, 17, 63, 64, 80, 128, 130, 300])
 def test_query_heads_that_share_int8_keys(group: int, dim: int) -> None:
     lengths = [1, 15, 17, 33, 64, 1100, 0]

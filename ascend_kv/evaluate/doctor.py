@@ -333,7 +333,9 @@ def _native() -> Finding:
     if os.environ.get(native.VARIABLE) == "reference":
         return Finding("native CPU code", OK, f"built; {native.VARIABLE}=reference leaves it out")
     bits = native.whole_number_bits()
-    how = f"attention over INT8 in whole numbers of {bits} bits" if bits else "attention in float32"
+    how = (
+        f"attention over codes in whole numbers of {bits} bits" if bits else "attention in float32"
+    )
     return Finding("native CPU code", OK, f"built for this CPU and this torch; {how}")
 
 

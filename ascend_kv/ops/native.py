@@ -87,16 +87,23 @@ def find_problem(library: Path) -> str | None:
 
 
 def whole_number_bits() -> int | None:
-    """Bits that compiled attention over INT8 codes leaves of a query or a weight; None: float32's.
+    """Bits that compiled attention over codes leaves of a query or a weight; None: float32's.
 
     Codes are whole numbers, and some CPUs multiply those faster than floats. What codes are
-    multiplied with is rounded against the largest of its row, queries over all channels, weights
-    (times the values' scales) over 64 tokens: to 24 bits on Intel's matrix unit (five and more query
-    heads a KV head, and prefills), to 16 bits with AVX2, and not at all elsewhere. The sums are
-    exact. With 16 bits a score is wrong by up to 1 / 65,534 of the largest channel of its query
-    times the sum of the key's magnitudes, an output by as much of the largest weight times the sum
-    of the values' magnitudes. In the root mean square that is at most sqrt(D) / 258 of what the
-    rounding of D channels to 8 bits does to a score, 1 / 258 for channels of like size.
+    multiplied with is rounded against the largest of its row: to 24 bits on Intel's matrix unit
+    (INT8 of up to 256 channels, from five query heads a KV head on and in prefills), to 16 bits
+    with AVX2 (INT8 and INT4 of up to 512 channels); scales by group of channels or by channel of a
+    block, and other CPUs, leave float32. A row is a query, times the keys' static scales, or the
+    weights of a query for 64 tokens, each times the scale of its value. The sums are exact.
+
+    With 16 bits a dot product with the codes is wrong by up to 1 / 65,534 of the row's largest
+    times the sum of the codes' magnitudes. In the root mean square that is sqrt(D) / 256 of what the
+    rounding of D channels to INT8 does to a score, and 1 / 256 for channels of like size. A query
+    that is NaN or infinite, or below 2**-100 and not 0, sends those computed with it the way of
+    float32 too.
+
+    Raises:
+        FileNotFoundError: no operators were compiled (``find_problem`` says so).
     """
     features = json.loads(LIBRARY.with_suffix(".json").read_text())["cpu_features"]
     if "amx_int8" in features:

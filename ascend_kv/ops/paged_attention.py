@@ -10,7 +10,7 @@ The reference multiplies the scores by the keys' scales and the probabilities by
 scales, which is the same as dequantizing and costs head_dim times less. How the work is cut
 into tiles is in ``attention_tiles``, lists of entries are in ``attention_entries``.
 
-Compiled for some CPUs, the operator multiplies INT8 codes in whole numbers and rounds queries and
+Compiled for some CPUs, the operator multiplies codes in whole numbers and rounds queries and
 probabilities for it; ``native.whole_number_bits`` says to what.
 
 Caches, scales and positions lie as ``kv_cache_store`` writes them.

@@ -48,8 +48,8 @@ inline float as_stored(float parameter) {
   return Kind::HALF_SCALES ? round_to_half(parameter) : parameter;
 }
 
-// What the vectors of a group have shown so far. A NaN or infinity makes `poison` NaN, or the largest
-// magnitude, where that is all that counts.
+// What the vectors of a group have shown so far. A NaN or infinity makes `poison` NaN, or becomes the
+// largest magnitude; either makes the scale NaN.
 template <bool SYMMETRIC>
 struct GroupRange {
   Vec high = broadcast(SYMMETRIC ? 0.0f : -std::numeric_limits<float>::infinity());
@@ -116,10 +116,10 @@ inline bool encode_by_product(
     const T* from, int64_t n, float inverse, float zero_point, float low, typename Kind::Code* to) {
   Ints clear = Ints{} == Ints{};
   const auto whole = [&](Vec x) {
-    const Vec steps = larger(broadcast(low), (x - zero_point) * inverse);
-    const Ints nearest_steps = nearest(steps);
+    const Vec steps = (x - zero_point) * inverse;
+    const Ints nearest_steps = nearest(steps), least = Ints{} + static_cast<int32_t>(low);
     clear = clear & (magnitude(steps - floats_of(nearest_steps)) < 0.4999f);
-    return nearest_steps;
+    return nearest_steps < least ? least : nearest_steps;
   };
   int64_t c = 0;
   if constexpr (std::is_same_v<typename Kind::Code, int8_t>) {

@@ -241,7 +241,7 @@ inline void store(int8_t* to, Vec v) {
 #endif
 }
 
-// To the nearest, half to even; what does not fit becomes the least of all.
+// To the nearest, half to even, up to 2^22; beyond 2^31, and of NaN, some whole number.
 inline Ints nearest(Vec v) {
 #if defined(ASCEND_KV_AVX512)
   return bits_of<Ints>(_mm512_cvtps_epi32(v));

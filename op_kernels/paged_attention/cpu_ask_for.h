@@ -34,7 +34,7 @@ class Upcoming {
     left_ = TILE;
   }
 
-  // 8 lines or a little more. To be called often.
+  // Some vectors, 8 lines of common ones. To be called often.
   void ask_for_some() {
     if (left_ == 0) {
       if (!then_) return;
@@ -44,6 +44,7 @@ class Upcoming {
     for (int i = 0; i < count; ++i) ask_for(now_[i], bytes_);
     now_ += count, left_ -= count;
   }
+  // When the tile ends: the next one is needed now.
   void ask_for_rest() {
     while (left_ || then_) ask_for_some();
   }

@@ -54,7 +54,7 @@ struct Scratch {
 // Where the keys and values of some tiles lie, one after another: of the present one, at `at`, and at
 // least of the next. After the last token its address is repeated.
 struct TileRows {
-  static constexpr int MOST = 5 * TILE;
+  static constexpr int MOST = 5 * TILE;  // what is known moves to the front once in four tiles
   const void *keys[MOST], *values[MOST];
   int at = 0;
 };
@@ -463,7 +463,6 @@ inline void ItemRun::run(float* parts) {
   if (place_) place_->start(item_.first_key);
   for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
   if (item_.first_key < item_.last_key) aim(item_.first_key, TILE);
-  at_.at = 0;
   for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
     next_tile(first);
     ask_for_parameters(first + TILE);

@@ -80,7 +80,7 @@ class MatrixUnit {
     constexpr float MOST = 0x7f7f00;  // rounded up it still fits three signed bytes
     for (int r = 0; r < rows_; ++r) {
       const float* row = rows + r * stride;
-      const float size = largest_size(row, dim_);
+      const float size = largest_size<true>(row, dim_);
       if (!has_whole_numbers(size)) return false;
       const float inverse = size > 0 ? MOST / size : 0;
       query_steps_[r] = size / MOST;
@@ -144,7 +144,8 @@ class MatrixUnit {
   // cannot take one of them.
   bool take_weights(const float* weights, int count) {
     for (int r = 0; r < rows_; ++r) {
-      weight_sizes_[r] = largest_size(weights + r * TILE, count);
+      // the unit takes their bytes as numbers without signs
+      weight_sizes_[r] = largest_size<false>(weights + r * TILE, count);
       if (!has_whole_numbers(weight_sizes_[r])) return false;
     }
     for (int r = 0; r < rows_; ++r) {

@@ -27,7 +27,9 @@ class WordUnit {
   }
   static int64_t floats(int rows, int64_t dim) {
     const int64_t channels = round_up(dim, STRIP);
-    return TILE * channels / 2 + rows * (QUERY_WORDS / 2 + TILE / 2 + channels + 2);
+    const int64_t floats =
+        TILE * channels / 2 + rows * (QUERY_WORDS / 2 + TILE / 2 + channels + 2);
+    return round_up(floats, LINE_BYTES / 4);  // what follows begins at a line too
   }
 
   WordUnit(const Side& key, const Side& value, int rows, int64_t dim, float* memory)
@@ -40,7 +42,7 @@ class WordUnit {
     weights_ = reinterpret_cast<int16_t*>(take(rows * TILE / 2));
     sums_ = take(rows * channels_);
     query_steps_ = take(rows);
-    weight_steps_ = memory;
+    weight_sizes_ = memory;
     std::fill(sums_, sums_ + rows * channels_, 0.0f);
   }
 
@@ -48,7 +50,7 @@ class WordUnit {
   bool load_rows(const float* rows, int64_t stride) {
     for (int r = 0; r < rows_; ++r) {
       const float* row = rows + r * stride;
-      const float size = largest_size(row, dim_);
+      const float size = largest_size<true>(row, dim_);
       if (!has_whole_numbers(size)) return false;
       query_steps_[r] = size / LARGEST;
       for (int64_t c = 0; c < channels_; c += CHUNK)
@@ -64,7 +66,7 @@ class WordUnit {
   }
   void ask_for_some() { upcoming_.ask_for_some(); }
 
-  // scores[r * TILE + k] = rows[r] . keys[k], for `count` keys and what fills up their last CHUNK.
+  // scores[r * TILE + k] = rows[r] . keys[k], for `count` keys and perhaps some after them.
   template <class F>
   void dot(const void* const* keys, int count, float* scores, F&& meanwhile) {
     if (packed_keys_) dot_codes<Nibbles>(keys, count, scores);
@@ -83,13 +85,12 @@ class WordUnit {
   // not to be had in whole numbers, and nothing was added.
   bool take_weights(const float* weights, int count) {
     for (int r = 0; r < rows_; ++r) {
-      weight_steps_[r] = largest_size(weights + r * TILE, count);
-      if (!has_whole_numbers(weight_steps_[r])) return false;
+      weight_sizes_[r] = largest_size<true>(weights + r * TILE, count);
+      if (!has_whole_numbers(weight_sizes_[r])) return false;
     }
     for (int r = 0; r < rows_; ++r) {
       for (int k = 0; k < count; k += CHUNK)
-        put_words(weights + r * TILE + k, count - k, weight_steps_[r], weights_ + r * TILE + k);
-      weight_steps_[r] /= LARGEST;
+        put_words(weights + r * TILE + k, count - k, weight_sizes_[r], weights_ + r * TILE + k);
     }
     for (int64_t strip = 0; strip < dim_; strip += STRIP) {
       repeat<2>([&](auto half) {
@@ -97,7 +98,7 @@ class WordUnit {
             weights_, (count + 1) / 2, values_ + 2 * (strip + half * CHUNK), 2 * channels_,
             [&](int r, int vector, __m256i sum) {
               float* to = sums_ + r * channels_ + strip + half * LANES + vector * CHUNK;
-              write(to, fma(floats_of(sum), broadcast(weight_steps_[r]), load(to)));
+              write(to, fma(floats_of(sum), broadcast(weight_sizes_[r] / LARGEST), load(to)));
             });
       });
     }
@@ -316,7 +317,7 @@ class WordUnit {
   Upcoming upcoming_;
   int8_t *turned_keys_, *values_;
   int16_t *queries_, *weights_;
-  float *sums_, *query_steps_, *weight_steps_;
+  float *sums_, *query_steps_, *weight_sizes_;
 };
 
 #endif

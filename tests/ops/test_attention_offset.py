@@ -188,9 +188,9 @@ def test_the_millionth_position_is_as_exact_as_the_first(cache_with: Any, querie
         tensor.zero_()
     query, offset = torch.randn(queries, 1, 8), draw(1, 8)
     bias = whole_bias(query, offset, length)[-1, 0]
-    for window, tolerance in ((150, 4e-6), (length, 1e-4)):  # a million terms add up
+    for window, allowed in ((150, 4e-6), (length, 1e-4)):  # a million terms add up
         _, sums = run(cache, query, [queries], **offset, window=window)
-        assert_within(sums[-1, 0], bias[-window:].logsumexp(-1).numpy(), tolerance)
+        assert_within(sums[-1, 0], bias[-window:].logsumexp(-1).numpy(), allowed)
 
 
 def test_the_slowest_pairs_of_a_long_sequence(cache_with: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_calls import check_as_good as check
-from attention_calls import in_words, run, tolerance, truth
+from attention_calls import run, truth
 from compare import assert_rounded, assert_within, largest
 
 from ascend_kv import ops
@@ -92,15 +92,18 @@ def test_keys_and_values_of_different_types(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_queries_round_once(cache_with: Any, dtype: torch.dtype) -> None:
     queries, lengths = MIXED
-    cache = cache_with(lengths)
     query = torch.randn(sum(queries), 4, 64).to(dtype)
+    cache = cache_with(lengths, dtype=torch.float8_e4m3fn)
     output, log_sum_exp = run(cache, query, queries)
     exact, sums = truth(cache, query, queries, np.float64)
-    slack = tolerance() if in_words() else 2e-6
     assert output.dtype == dtype
-    assert_rounded(output, exact, slack)
+    assert_rounded(output, exact, slack=2e-6)
     assert log_sum_exp.dtype == torch.float32
-    assert_within(log_sum_exp, sums, slack)
+    assert_within(log_sum_exp, sums, 2e-6)
+    cache = cache_with(lengths)
+    output, log_sum_exp = run(cache, query, queries)
+    in_float32, sums = run(cache, query.float(), queries)
+    assert torch.equal(output, in_float32.to(dtype)) and torch.equal(log_sum_exp, sums)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 1000])

@@ -1,4 +1,4 @@
-"""paged_attention over INT8, against the float64 oracle.
+"""paged_attention over INT8 (and INT4, where that goes the same ways), against the float64 oracle.
 
 Where the CPU multiplies codes in whole numbers, by a matrix unit from five query heads a KV head on
 or in words for any, queries and weights become whole numbers too, and a row that these cannot hold
@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_calls import BUILT, NATIVE, check_as_good, run, tolerance, truth
+from attention_calls import WORD_BITS, check_as_good, in_words, run, tolerance, truth
 from compare import assert_within, largest
 from oracle import read_sequence
-
-from ascend_kv.ops import native
 
 INT8 = torch.int8
 # one tile and less, several, and an end in the middle of a vector, of a block and of a tile
@@ -26,9 +24,10 @@ DECODES = [1] * len(LENGTHS)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 9, 17])
-@pytest.mark.parametrize("dim", [8, 40, 64, 128])
-def test_groups(cache_with: Any, group: int, dim: int) -> None:
-    cache = cache_with(LENGTHS, dim=dim)
+@pytest.mark.parametrize("dim", [8, 34, 40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_groups(cache_with: Any, group: int, dim: int, dtype: torch.dtype) -> None:
+    cache = cache_with(LENGTHS, dim=dim, dtype=dtype)
     check_as_good(cache, torch.randn(5, 2 * group, dim), DECODES)
 
 
@@ -81,7 +80,6 @@ def test_the_largest_sums(cache_with: Any, code: int, dim: int, group: int) -> N
 @pytest.mark.parametrize("largest", [1.0, 1000.0])
 def test_rounding_is_as_documented(cache_with: Any, group: int, largest: float) -> None:
     """By ``native.whole_number_bits``: of one key the log-sum-exp is the score."""
-    bits = (native.whole_number_bits() if NATIVE and BUILT else None) or 64
     cache = cache_with([1] * 40, dim=128)
     query = torch.randn(40, 2 * group, 128)
     query[:, :, 5] *= largest
@@ -90,9 +88,21 @@ def test_rounding_is_as_documented(cache_with: Any, group: int, largest: float) 
     keys = np.concatenate([read_sequence(cache.sides[0], t, 1) for t in cache.tables.numpy()], 1)
     keys = np.abs(keys.swapaxes(0, 1)).repeat(group, 1)
     asked = query.abs().double().numpy() * 128**-0.5
-    rounded = asked.max(-1) * keys.sum(-1) / (2**bits - 2)
+    error = np.abs(scores.double().numpy() - exact)
+    step = asked.max(-1) / (2 ** ((WORD_BITS if in_words() else 64) - 1) - 1)
     float32 = 128 * np.finfo(np.float32).eps * (asked * keys).sum(-1)
-    assert (np.abs(scores.double().numpy() - exact) <= rounded + float32).all()
+    assert (error <= step / 2 * keys.sum(-1) + float32).all()
+    if in_words():  # and no coarser than that: errors spread evenly over a step
+        expected = step / math.sqrt(12) * np.sqrt((keys**2).sum(-1))
+        assert 0.8 < np.sqrt(np.mean((error / expected) ** 2)) < 1.2
+
+
+@pytest.mark.parametrize("group", [1, 7])
+def test_negative_scales(cache_with: Any, group: int) -> None:
+    cache = cache_with(LENGTHS)
+    for scale in cache.scales.values():
+        scale[:, :, ::3] *= -1
+    check_as_good(cache, torch.randn(5, 2 * group, 64), DECODES)
 
 
 def test_queries_of_all_sizes(cache_with: Any) -> None:
