@@ -128,9 +128,9 @@ def test_native_cpu_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(native, "find_problem", lambda _: None)
     for features, how in (
         ("avx2", "16 bits"),
-        ("avx2 avx512f", "attention in float32"),
+        ("avx2 avx512f", "codes in float32"),
         ("avx2 avx512f amx_int8", "24 bits"),
-        ("", "attention in float32"),
+        ("", "codes in float32"),
     ):
         described = json.dumps({"cpu_features": features.split()})
         (tmp_path / "gone.json").write_text(described)

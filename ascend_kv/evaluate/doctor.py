@@ -333,10 +333,9 @@ def _native() -> Finding:
     if os.environ.get(native.VARIABLE) == "reference":
         return Finding("native CPU code", OK, f"built; {native.VARIABLE}=reference leaves it out")
     bits = native.whole_number_bits()
-    how = (
-        f"attention over codes in whole numbers of {bits} bits" if bits else "attention in float32"
-    )
-    return Finding("native CPU code", OK, f"built for this CPU and this torch; {how}")
+    how = f"whole numbers of {bits} bits" if bits else "float32"
+    built = f"built for this CPU and this torch; attention over codes in {how}"
+    return Finding("native CPU code", OK, built)
 
 
 def _operators(device: str) -> list[Finding]:

@@ -97,10 +97,10 @@ def whole_number_bits() -> int | None:
     weights of a query for 64 tokens, each times the scale of its value. The sums are exact.
 
     With 16 bits a dot product with the codes is wrong by up to 1 / 65,534 of the row's largest
-    times the sum of the codes' magnitudes. In the root mean square that is sqrt(D) / 256 of what the
-    rounding of D channels to INT8 does to a score, and 1 / 256 for channels of like size. A query
-    that is NaN or infinite, or below 2**-100 and not 0, sends those computed with it the way of
-    float32 too.
+    times the sum of the codes' magnitudes. In the root mean square that is at most sqrt(D) / 256 of
+    what the rounding of D channels to INT8 does to a score, and 1 / 256 for channels of like size.
+    A query that is NaN or infinite, or below 2**-100 and not 0, sends those computed with it the
+    way of float32 too.
 
     Raises:
         FileNotFoundError: no operators were compiled (``find_problem`` says so).
