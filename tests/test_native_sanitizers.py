@@ -2,7 +2,8 @@
 
 The operators are compiled once more, with the sanitizers, and their own tests run again on them in
 another process. The narrowest vectors are taken: they compile in a fraction of the time, and rows
-that fill no whole vector go the same ways.
+that fill no whole vector go the same ways. What only AVX2 has, attention in words, is compiled and
+tested besides.
 """
 
 from __future__ import annotations
@@ -43,8 +44,26 @@ def find_runtimes() -> str:
 
 @pytest.fixture(scope="module")
 def sanitized() -> Path:
+    """The library for the narrowest vectors."""
+    return build()
+
+
+@pytest.fixture(scope="module")
+def sanitized_words(request: pytest.FixtureRequest) -> Path:
+    """The library for AVX2."""
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("compiles for minutes more; run it with -m slow")
+    features = ("avx2", "fma", "f16c")
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or not set(features) <= set(cpuinfo.read_text().split()):
+        pytest.skip("this CPU has no AVX2")
+    return build(*(f"-m{feature}" for feature in features))
+
+
+def build(*more_flags: str) -> Path:
     """The library, built again when a source changed."""
-    digest = hashlib.sha256(" ".join((*FLAGS, *cpp_extension.include_paths())).encode())
+    flags = (*FLAGS, *more_flags)
+    digest = hashlib.sha256(" ".join((*flags, *cpp_extension.include_paths())).encode())
     for source in sorted([*SOURCES, *KERNELS.glob("*/cpu_*.h")]):
         digest.update(source.read_bytes())
     folder = twin.cache_folder()
@@ -57,7 +76,7 @@ def sanitized() -> Path:
     includes = [x for path in cpp_extension.include_paths() for x in ("-isystem", path)]
     objects = [folder / f"{target.stem}-{source.stem}.o" for source in SOURCES]
     for source, compiled in zip(SOURCES, objects, strict=True):
-        command = [compiler, *FLAGS, *includes, "-c", str(source), "-o", str(compiled)]
+        command = [compiler, *flags, *includes, "-c", str(source), "-o", str(compiled)]
         subprocess.run(command, check=True)
     built = target.with_suffix(f".{os.getpid()}.so")
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu"]
@@ -106,5 +125,16 @@ def test_operators(sanitized: Path, tests: str) -> None:
     done = run_python(
         sanitized, "-m", "pytest", "-q", "-x", "-p", "under_sanitizers", *chosen, *files
     )
+    check_passed(done)
+
+
+def test_attention_in_words(sanitized_words: Path) -> None:
+    file = "ops/test_paged_attention_int8.py"
+    check_passed(
+        run_python(sanitized_words, "-m", "pytest", "-q", "-x", "-p", "under_sanitizers", file)
+    )
+
+
+def check_passed(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-400:]
