@@ -51,8 +51,8 @@ struct Scratch {
   }
 };
 
-// Where the keys and values of some tiles lie, one after another: of the present one, at `at`, and at
-// least of the next. After the last token its address is repeated.
+// Where the keys and values of some tiles lie, one after another: of the present one, at `at`, and
+// at least of the next. After the last token its address is repeated.
 struct TileRows {
   static constexpr int MOST = 5 * TILE;  // what is known moves to the front once in four tiles
   const void *keys[MOST], *values[MOST];

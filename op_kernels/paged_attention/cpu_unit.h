@@ -1,10 +1,10 @@
 // What multiplies codes in whole numbers, where the CPU has something for it.
 //
 // A unit serves one item. Which side it serves is asked of each side (serves); then it gets memory
-// (floats), and the queries once (load_rows). For each tile come start_tile, then dot where it serves
-// keys, with take_values in the middle of it, or take_values alone where it serves values only; then
-// scale for rows whose sums so far shrink, and take_weights. weigh ends what may still wait, before
-// add_sums. What load_rows or take_weights refuse is computed in float32 by the caller.
+// (floats), and the queries once (load_rows). For each tile come start_tile, then dot where it
+// serves keys, with take_values in the middle of it, or take_values alone where it serves values
+// only; then scale for rows whose sums so far shrink, and take_weights. weigh ends what may still
+// wait, before add_sums. What load_rows or take_weights refuse the caller computes in float32.
 #pragma once
 
 #include "cpu_matrix_unit.h"

@@ -1,9 +1,10 @@
-// Attention over INT8 and INT4 codes in whole numbers of 16 bits, on AVX2: one instruction multiplies
-// 16 of them and adds each two products, where float32 takes two instructions, after two that convert.
+// Attention over INT8 and INT4 codes in whole numbers of 16 bits, on AVX2: one instruction
+// multiplies 16 of them and adds each two products, where float32 takes two instructions, after two
+// that convert.
 //
 // What codes are multiplied with, queries and weights, is rounded to 16 bits against the largest of
-// its row (of a tile), and the sums of the products are exact. A step multiplies pairs: two channels
-// of a key with those of a query, and the values of two tokens with their weights.
+// its row (of a tile), and the sums of the products are exact. A step multiplies pairs: two
+// channels of a key with those of a query, and the values of two tokens with their weights.
 #pragma once
 
 #include <algorithm>
@@ -81,8 +82,8 @@ class WordUnit {
     else pair_values<int8_t>(values, count);
   }
 
-  // Multiplies weights [rows, TILE] with `count` values and adds to the sums. False: the weights are
-  // not to be had in whole numbers, and nothing was added.
+  // Multiplies weights [rows, TILE] with `count` values and adds to the sums. False: the weights
+  // are not to be had in whole numbers, and nothing was added.
   bool take_weights(const float* weights, int count) {
     for (int r = 0; r < rows_; ++r) {
       weight_sizes_[r] = largest_size<true>(weights + r * TILE, count);
@@ -120,11 +121,12 @@ class WordUnit {
   }
 
  private:
-  static constexpr int CHUNK = 16, STRIP = 32;  // codes that become a vector of words; a vector of them
+  static constexpr int CHUNK = 16;  // codes that become a vector of words
+  static constexpr int STRIP = 32;  // a vector of codes
   static constexpr float LARGEST = 32767;
   // Sums of products of codes and 16 bits must fit 32 bits.
   static constexpr int MOST_CHANNELS = 512;
-  static constexpr int QUERY_WORDS = MOST_CHANNELS + 32;  // of a row; not whole pages from row to row
+  static constexpr int QUERY_WORDS = MOST_CHANNELS + 32;  // of a row, which are no whole pages apart
   static constexpr int ROWS_AT_ONCE = 4;  // more would not fit the registers
 
   static Vec floats_of(__m256i x) { return _mm256_cvtepi32_ps(x); }
@@ -283,9 +285,9 @@ class WordUnit {
       repeat<ROWS_AT_ONCE>([&](auto r) {
         constexpr int R = r + 1;
         if (rows == R)
-          multiply_rows<R, STRIDE>(a + first * STRIDE, pairs, b, b_stride, [&](int i, int v, __m256i sum) {
-            finish(first + i, v, sum);
-          });
+          multiply_rows<R, STRIDE>(
+              a + first * STRIDE, pairs, b, b_stride,
+              [&](int i, int v, __m256i sum) { finish(first + i, v, sum); });
       });
       first += rows;
       ask_for_some();
