@@ -106,7 +106,7 @@ def test_shared_keys_and_values(cache_with: Any, dtype: torch.dtype) -> None:
 
 def test_listing_all_is_listing_nothing(cache_with: Any) -> None:
     queries, lengths = MIXED
-    cache = cache_with(lengths)
+    cache = cache_with(lengths, dtype=torch.float8_e4m3fn)
     query = torch.randn(17, 4, 64)
     entries = torch.full((17, 40), -1, dtype=torch.int32)
     sequences = torch.tensor(lengths).repeat_interleave(torch.tensor(queries))

@@ -65,7 +65,7 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize("where", ["merged", "first", "last"])
 def test_a_sink_counts_once(cache_with: Any, where: str) -> None:
     """Window and rest attended to apart, the sink given once, equal one attention over all."""
-    cache = cache_with([40], dim=16)
+    cache = cache_with([40], dim=16, dtype=torch.float8_e4m3fn)
     query, sinks = torch.randn(1, 4, 16), torch.tensor([0.5, -3.0, 2.0, 30.0])
 
     def attend(table: torch.Tensor, length: int, **options: Any) -> Any:
