@@ -152,12 +152,15 @@ class Bits(NamedTuple):
 EXACT = Bits()
 
 
-def round_to_bits(row: Array, bits: int | None) -> Array:
-    """Each number to the nearest of as many steps as the largest has with so many bits."""
-    if bits is None or not np.isfinite(row).all() or np.abs(row).max(initial=0) < 2.0**-100:
-        return row
-    step = np.abs(row).max() / (2 ** (bits - 1) - 1)
-    return np.rint(row / step) * step
+def round_to_bits(rows: Array, bits: int | None) -> Array:
+    """Each number to the nearest of as many steps as its row's largest has with so many bits."""
+    if bits is None:
+        return rows
+    size = np.abs(rows).max(-1, keepdims=True, initial=0)
+    step = size / (2 ** (bits - 1) - 1)
+    kept = ~np.isfinite(size) | (size < 2.0**-100)
+    with np.errstate(all="ignore"):
+        return np.where(kept, rows, np.rint(rows / step) * step)
 
 
 def attend_one(

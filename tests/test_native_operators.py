@@ -16,6 +16,7 @@ import torch
 from attention_calls import bits_of, tolerance
 from compare import assert_as_good
 from kernel_harness import poison_some, random_values, same
+from oracle import round_to_bits
 
 from ascend_kv import ops
 from ascend_kv.formats import FLOAT_DTYPES, format_named, format_of
@@ -304,10 +305,7 @@ def test_long_sequences_are_exact(dtype: torch.dtype, group: int) -> None:
 
 
 def _round_to_bits(rows: Tensor, bits: int | None) -> Tensor:
-    if bits is None:
-        return rows
-    step = rows.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    return torch.where(step > 0, (rows / step).round() * step, rows)
+    return torch.from_numpy(round_to_bits(rows.numpy(), bits))
 
 
 def _attention(

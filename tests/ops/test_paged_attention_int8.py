@@ -77,12 +77,12 @@ def test_the_largest_sums(cache_with: Any, code: int, dim: int, group: int) -> N
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("largest", [1.0, 1000.0])
-def test_rounding_is_as_documented(cache_with: Any, group: int, largest: float) -> None:
+@pytest.mark.parametrize("outlier", [1.0, 1000.0])
+def test_rounding_is_as_documented(cache_with: Any, group: int, outlier: float) -> None:
     """By ``native.whole_number_bits``: of one key the log-sum-exp is the score."""
     cache = cache_with([1] * 40, dim=128)
     query = torch.randn(40, 2 * group, 128)
-    query[:, :, 5] *= largest
+    query[:, :, 5] *= outlier
     _, scores = run(cache, query, [1] * 40)
     _, exact = truth(cache, query, [1] * 40, np.float64)
     keys = np.concatenate([read_sequence(cache.sides[0], t, 1) for t in cache.tables.numpy()], 1)
