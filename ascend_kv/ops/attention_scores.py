@@ -19,7 +19,7 @@ import torch
 
 from ascend_kv.ops import attention_tiles
 from ascend_kv.ops.attention_operands import Operands
-from ascend_kv.ops.paged import check_caches, check_scales, check_tables
+from ascend_kv.ops.paged import check_cache, check_tables
 from ascend_kv.ops.paged_attention import check_queries
 from ascend_kv.ops.registration import register
 
@@ -76,8 +76,7 @@ def attention_scores(
     Cache memory that belongs to no token has no influence. A NaN that is stored for a key makes
     NaN of what the queries that see it add: at least the rows of its head.
     """
-    cache_shape = check_caches(key_cache, key_cache)
-    check_scales("key", key_cache, key_scale, key_zero_point)
+    cache_shape = check_cache("key", key_cache, key_scale, key_zero_point)
     check_tables(block_tables, kv_lengths, cache_shape[2])
     check_queries(
         query,

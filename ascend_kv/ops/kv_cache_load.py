@@ -17,7 +17,6 @@ from ascend_kv.formats.base import Encoded
 from ascend_kv.ops.paged import (
     check_caches,
     check_positions,
-    check_scales,
     check_tables,
     for_each_token,
     gather,
@@ -82,9 +81,8 @@ def kv_cache_load(
         UsageError: shapes or types that disagree, a scale missing or not wanted; on a CPU also
             a table entry that is used and names no block.
     """
-    cache_shape = check_caches(key_cache, value_cache)
-    check_scales("key", key_cache, key_scale, key_zero_point)
-    check_scales("value", value_cache, value_scale, value_zero_point)
+    scales = key_scale, value_scale, key_zero_point, value_zero_point
+    cache_shape = check_caches(key_cache, value_cache, *scales)
     check_tables(block_tables, kv_lengths, cache_shape[2])
     if key_positions is not None:
         check_positions("key_positions", key_positions, cache_shape)

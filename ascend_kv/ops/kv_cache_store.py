@@ -23,7 +23,6 @@ from ascend_kv.formats import FLOAT_DTYPES, format_of, require_finite
 from ascend_kv.ops.paged import (
     check_caches,
     check_positions,
-    check_scales,
     is_by_block,
     is_grouped,
     is_paged,
@@ -85,9 +84,8 @@ def kv_cache_store(
     A slot out of range cannot be seen on a device without synchronising it: it is the caller's.
     Where no kernel is built, skipping slots synchronises a device once.
     """
-    cache_shape = check_caches(key_cache, value_cache)
-    check_scales("key", key_cache, key_scale, key_zero_point)
-    check_scales("value", value_cache, value_scale, value_zero_point)
+    scales = key_scale, value_scale, key_zero_point, value_zero_point
+    cache_shape = check_caches(key_cache, value_cache, *scales)
     _check_tokens(key, value, slot_mapping, cache_shape)
     for side, cache, scale in (
         ("key", key_cache, key_scale),

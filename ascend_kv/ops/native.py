@@ -103,12 +103,11 @@ def whole_number_bits() -> int | None:
     way of float32 too.
 
     Raises:
-        FileNotFoundError: no operators were compiled (``find_problem`` says so).
+        RunError: no compiled operators are loaded.
     """
-    features = json.loads(LIBRARY.with_suffix(".json").read_text())["cpu_features"]
-    if "amx_int8" in features:
-        return 24
-    return 16 if "avx2" in features and "avx512f" not in features else None
+    if not hasattr(torch.ops.ascend_kv_cpu, "whole_number_bits"):
+        raise RunError("no compiled operators are loaded, which alone round to whole numbers")
+    return int(torch.ops.ascend_kv_cpu.whole_number_bits()) or None
 
 
 def _cpu_features() -> set[str]:

@@ -16,35 +16,48 @@ from ascend_kv.formats import format_of
 Tensor = torch.Tensor
 
 
-def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
-    """The shape ``[K, N, S, D]`` that both caches must have, D counted in channels."""
-    shape = vectors_shape("key_cache", key_cache)
-    if vectors_shape("value_cache", value_cache) != shape:
+def check_caches(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    key_zero_point: Tensor | None,
+    value_zero_point: Tensor | None,
+) -> torch.Size:
+    """The shape ``[K, N, S, D]`` that both caches must have, D counted in channels.
+
+    Refuses scales and zero points that do not belong to their cache.
+    """
+    shape = check_cache("key", key_cache, key_scale, key_zero_point)
+    if check_cache("value", value_cache, value_scale, value_zero_point) != shape:
         legal = f"{tuple(shape)}, as key_cache"
         raise UsageError("value_cache", tuple(value_cache.shape), legal)
     return shape
 
 
-def vectors_shape(name: str, cache: Tensor) -> torch.Size:
-    """``[K, N, S, D]`` of a cache, whose last dimension is D / 2 where two codes share a byte."""
-    if cache.dim() != 4:
-        raise UsageError(name, tuple(cache.shape), "[blocks, kv_heads, block_size, head_dim]")
-    return torch.Size((*cache.shape[:3], format_of(cache.dtype, name).head_dim(cache)))
+def check_cache(
+    side: str, cache: Tensor, scale: Tensor | None, zero_point: Tensor | None
+) -> torch.Size:
+    """``[K, N, S, D]`` of one cache; ``side`` is ``key`` or ``value``.
 
-
-def check_scales(side: str, cache: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> None:
-    """Refuse scales that do not belong to ``cache``; ``side`` is ``key`` or ``value``."""
+    The last dimension of the tensor is D / 2 where two codes share a byte.
+    """
+    shape = cache.shape
+    if len(shape) != 4:
+        legal = "[blocks, kv_heads, block_size, head_dim]"
+        raise UsageError(f"{side}_cache", tuple(shape), legal)
     kind = format_of(cache.dtype, f"{side}_cache")
+    if kind.codes_per_element != 1:
+        shape = torch.Size((*shape[:3], kind.head_dim(cache)))
     if not kind.quantized:
         for name, given in (("scale", scale), ("zero_point", zero_point)):
             if given is not None:
                 legal = f"None, {side}_cache is {cache.dtype}"
                 raise UsageError(f"{side}_{name}", tuple(given.shape), legal)
-        return
+        return shape
     if scale is None:
         legal = f"a tensor of {kind.scale_dtype}, {side}_cache is {cache.dtype}"
         raise UsageError(f"{side}_scale", None, legal)
-    shape = vectors_shape(f"{side}_cache", cache)
     _check_scale(f"{side}_scale", scale, shape, kind.scale_dtype)
     if zero_point is not None:
         if not kind.zero_points:
@@ -54,18 +67,19 @@ def check_scales(side: str, cache: Tensor, scale: Tensor | None, zero_point: Ten
         if zero_point.shape != scale.shape:
             legal = f"{tuple(scale.shape)}, as {side}_scale"
             raise UsageError(f"{side}_zero_point", tuple(zero_point.shape), legal)
+    return shape
 
 
 def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch.dtype) -> None:
     blocks, kv_heads, block_size, head_dim = cache_shape
     shape = scale.shape
-    if is_by_block(scale):
+    if len(shape) == 3:
+        fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
+    elif is_by_block(scale):
         fits = shape == (blocks, kv_heads, 1, head_dim)
     elif is_grouped(scale, head_dim):
         groups = shape[3]
         fits = shape[:3] == cache_shape[:3] and 1 < groups < head_dim and head_dim % groups == 0
-    elif len(shape) == 3:
-        fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
     else:
         fits = len(shape) == 4 and shape[0] == shape[2] == 1 and shape[1] in (1, kv_heads)
     if not fits:

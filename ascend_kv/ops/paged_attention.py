@@ -28,7 +28,7 @@ from ascend_kv.ops.attention_entries import attend_entries
 from ascend_kv.ops.attention_offset import check_offset
 from ascend_kv.ops.attention_operands import Operands
 from ascend_kv.ops.attention_tiles import attend_all
-from ascend_kv.ops.paged import check_caches, check_positions, check_scales, check_tables
+from ascend_kv.ops.paged import check_caches, check_positions, check_tables
 from ascend_kv.ops.registration import register
 
 Tensor = torch.Tensor
@@ -124,9 +124,8 @@ def paged_attention(
     has no influence. A NaN that is stored for a token makes every query that sees it NaN, and
     may reach other queries of the same sequence in the same call.
     """
-    cache_shape = check_caches(key_cache, value_cache)
-    check_scales("key", key_cache, key_scale, key_zero_point)
-    check_scales("value", value_cache, value_scale, value_zero_point)
+    scales = key_scale, value_scale, key_zero_point, value_zero_point
+    cache_shape = check_caches(key_cache, value_cache, *scales)
     check_tables(block_tables, kv_lengths, cache_shape[2])
     check_queries(
         query,

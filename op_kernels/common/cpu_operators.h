@@ -44,6 +44,10 @@ std::optional<at::Tensor> hca_compress(
     const MaybeTensor& norm_weight, double norm_eps, const MaybeTensor& rotary_table,
     int64_t rotary_dim, std::optional<at::ScalarType> dtype);
 
+// Bits that paged_attention leaves of what codes are multiplied with, as it was compiled and as the
+// system lets it; 0: float32's (ascend_kv/ops/native.py).
+int64_t whole_number_bits();
+
 bool kv_cache_store(
     const at::Tensor& key, const at::Tensor& value, at::Tensor& key_cache, at::Tensor& value_cache,
     const at::Tensor& slot_mapping, const MaybeTensor& key_scale, const MaybeTensor& value_scale,

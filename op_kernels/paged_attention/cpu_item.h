@@ -143,6 +143,7 @@ class ItemRun {
   // f(k, n, block, offset): tokens k to k + n of `count` from `first` lie in one block, from there.
   template <class F>
   void for_runs(int64_t first, int count, F&& f) const {
+    if (count == 0) return;
     const int64_t size = call_.block_size, before = first / size;
     const int64_t* block =
         call_.blocks.data() + sequence_.blocks_start + before - sequence_.first_block;

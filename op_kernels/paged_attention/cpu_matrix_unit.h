@@ -39,6 +39,7 @@ inline bool has_matrix_unit() {
 
 class MatrixUnit {
  public:
+  static int bits() { return has_matrix_unit() ? 24 : 0; }
   static bool serves(const Side& side, int rows, int64_t dim) {
     return side.type == Type::INT8 && side.scale.kind != Parameter::GROUP && rows >= LEAST_ROWS &&
            dim <= MOST_CHANNELS && has_matrix_unit();

@@ -1,6 +1,6 @@
 // What multiplies codes in whole numbers, where the CPU has something for it.
 //
-// A unit serves one item. Which side it serves is asked of each side (serves); then it gets memory
+// bits: to how many a query or a weight is rounded. A unit serves one item. Which side it serves is asked of each side (serves); then it gets memory
 // (floats), and the queries once (load_rows). For each tile come start_tile, then dot where it
 // serves keys, with take_values in the middle of it, or take_values alone where it serves values
 // only; then scale for rows whose sums so far shrink, and take_weights. weigh ends what may still
@@ -20,6 +20,7 @@ using Unit = WordUnit;
 
 class NoUnit {
  public:
+  static int bits() { return 0; }
   static bool serves(const Side&, int, int64_t) { return false; }
   static int64_t floats(int, int64_t) { return 0; }
   NoUnit(const Side&, const Side&, int, int64_t, float*) {}

@@ -22,6 +22,7 @@ namespace ascend_kv::cpu {
 
 class WordUnit {
  public:
+  static int bits() { return 16; }
   static bool serves(const Side& side, int, int64_t dim) {
     return (side.type == Type::INT8 || side.type == Type::INT4) &&
            side.scale.kind != Parameter::GROUP && dim <= MOST_CHANNELS;

@@ -122,6 +122,8 @@ void run(const Call& call, const Plan& plan) {
 
 }  // namespace
 
+int64_t whole_number_bits() { return Unit::bits(); }
+
 std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const at::Tensor& given_query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, at::IntArrayRef query_lengths, at::IntArrayRef kv_lengths,

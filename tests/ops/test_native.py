@@ -111,6 +111,31 @@ def test_the_variable_decides_who_serves(wanted: str) -> None:
     assert f"'paged_attention': '{expected}'" in done.stdout
 
 
+@built
+@pytest.mark.parametrize("wanted", native.CHOICES)
+def test_to_how_many_bits_attention_over_codes_rounds(wanted: str) -> None:
+    script = """
+from ascend_kv.errors import RunError
+from ascend_kv.ops import native, platform
+try:
+    print(native.whole_number_bits())
+except RunError as error:
+    print(error)
+"""
+    environment = os.environ | {native.VARIABLE: wanted}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    features = json.loads(native.LIBRARY.with_suffix(".json").read_text())["cpu_features"]
+    if wanted == "reference":
+        documented = ["no compiled operators are loaded, which alone round to whole numbers"]
+    elif "amx_int8" in features:
+        documented = ["24", "None"]  # the system may refuse the unit
+    else:
+        documented = ["16" if "avx2" in features and "avx512f" not in features else "None"]
+    assert done.stdout.strip() in documented
+
+
 def test_every_change_of_the_sources_shows(tmp_path: Path) -> None:
     assert native_sources.digest(tmp_path) is None  # an installed package has none
     (tmp_path / "op").mkdir()
