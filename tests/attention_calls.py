@@ -11,11 +11,11 @@ import torch
 from compare import assert_as_good
 
 from ascend_kv import ops
-from ascend_kv.ops import native, platform
-from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
+from ascend_kv.ops import native
+from ascend_kv.ops.registration import REFERENCE_NAMESPACE, has_kernel, operator
 
 WORD_BITS = 16
-NATIVE = platform.implementations("cpu")["paged_attention"] == "native"
+NATIVE = has_kernel("paged_attention", "cpu")
 MADE_FOR_WORDS = NATIVE and native.whole_number_bits() == WORD_BITS
 
 

@@ -112,6 +112,35 @@ def test_int8_keys(block_size: int, group: int) -> None:
         torch.testing.assert_close(x, y, rtol=tolerance(), atol=tolerance())
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("strided", ["key_scale", "key_zero_point", "both"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_parameters_whose_channels_do_not_lie_side_by_side(
+    step: int, strided: str, queries: int
+) -> None:
+    """Step 0: one number, expanded to all channels."""
+    case = Case(16, 40, [64], False)
+    by_block = {name: x for name, x in case.scales.items() if x.dim() == 4}
+    wide = {name: x.repeat_interleave(2, 3)[..., ::2] for name, x in by_block.items()}
+    if step == 0:
+        wide = {name: x[..., :1].clone().expand(-1, -1, -1, 40) for name, x in wide.items()}
+    names = list(wide) if strided == "both" else [strided]
+    plain = {**case.scales, **{name: wide[name].contiguous() for name in names}}
+    views = {**case.scales, **{name: wide[name] for name in names}}
+    assert all(views[name].stride(3) == step for name in names)
+    query = torch.randn(queries, 6, 40)
+    batch = query, *case.quantized.values(), case.tables, [queries], [64], 0.2
+    found = call("paged_attention", False)(*batch, **views)
+    wanted = call("paged_attention", False)(*batch, **plain)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    loads = [
+        ops.kv_cache_load(*case.quantized.values(), case.tables, [64], **scales)
+        for scales in (views, plain)
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*loads, strict=True))
+
+
 @pytest.mark.parametrize("reference", SERVED)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("block_size", "dim", "lengths"), SIZES)

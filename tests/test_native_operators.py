@@ -7,7 +7,9 @@ what they hand to the references.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +21,16 @@ from kernel_harness import poison_some, random_values, same
 from oracle import round_to_bits
 
 from ascend_kv import ops
+from ascend_kv.errors import UsageError
 from ascend_kv.formats import FLOAT_DTYPES, format_named, format_of
-from ascend_kv.ops import platform
-from ascend_kv.ops.registration import REFERENCE_NAMESPACE, operator
+from ascend_kv.ops import platform, registration
+from ascend_kv.ops.registration import REFERENCE_NAMESPACE, has_kernel, operator
 
 Tensor = torch.Tensor
 GRANULARITIES = ("layer", "head", "token", "token_head", "channel", "group")
 
 pytestmark = pytest.mark.skipif(
-    platform.implementations("cpu")["paged_attention"] != "native",
+    not has_kernel("paged_attention", "cpu"),
     reason="the native CPU operators are not built here",
 )
 
@@ -442,3 +445,25 @@ def test_what_is_not_served_goes_to_the_reference() -> None:
         stores.append([*caches, *(x.clone() for x in scales.values())])
     for one, other in zip(*stores, strict=True):
         same(one, other)
+
+
+def test_what_the_reference_serves_is_told_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "_handed_over", Counter())
+    tensors, scales = attention_case(torch.int8, [40, 33])
+    call = (torch.randn(2, 4, 40), *tensors, [1, 1], [40, 33], 0.2)
+    entries = torch.tensor([[3, 39, -1], [0, 32, 7]], dtype=torch.int32)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            ops.paged_attention(*call, **scales, entries=entries)
+        ops.paged_attention(*call, **scales)
+        wrong = tensors[2] + 1000
+        with pytest.raises(UsageError):
+            ops.paged_attention(*call[:3], wrong, *call[4:], **scales)
+    assert [record.message for record in caplog.records] == [
+        "paged_attention: the reference serves, no kernel on cpu does: lists of entries"
+    ]
+    served = platform.implementations("cpu")
+    assert served["paged_attention"] == "native; reference for lists of entries (3 calls)"
+    assert served["kv_cache_store"] == "native"

@@ -63,9 +63,9 @@ def read_side(
     Scales of groups of channels, or of a block's channels, are applied here: they cannot be taken
     out of q . k.
     """
-    scale, zero_point = (for_each_token(x, cache.shape[2]) for x in (scale, zero_point))
     values = read(cache)
     dim = values.shape[3]
+    scale, zero_point = (for_each_token(x, cache.shape[2], dim) for x in (scale, zero_point))
     scale, zero_point = (
         read(x) if x is not None and is_paged(x, dim) else x for x in (scale, zero_point)
     )

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from ascend_kv.formats import format_of
-from ascend_kv.ops.paged import is_grouped
+from ascend_kv.ops.paged import is_by_block, is_grouped
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ Layout = Literal["BNSD", "BSND", "NZ"]
 # What shares a scale. The first three are static, [1, N or 1, 1, D or 1]; the others lie beside
 # the cache, [K, 1, S], [K, N, S] and, by groups of channels, [K, N, S, D / g]. "none" is an
 # unquantized side.
-Scales = Literal["none", "layer", "head", "channel", "token", "token_head", "group"]
+Scales = Literal["none", "layer", "head", "channel", "token", "token_head", "group", "block"]
 STATIC: tuple[Scales, ...] = ("layer", "head", "channel")
 
 
@@ -166,6 +166,8 @@ def scales_of(scale: Tensor | None, head_dim: int) -> Scales:
     """What shares a scale, read from the shape of the scales."""
     if scale is None:
         return "none"
+    if is_by_block(scale, head_dim):
+        return "block"
     if is_grouped(scale, head_dim):
         return "group"
     if scale.dim() == 3:

@@ -32,7 +32,7 @@ from ascend_kv.ops.fused_sources import (
 def modes(request: Request) -> tuple[int, int] | None:
     """Antiquant mode of keys and values, None where no mode has such a pair of scales."""
     key, value = request.key, request.value
-    if "group" in (key, value):
+    if {"group", "block"} & {key, value}:
         return None
     if key in STATIC and value in STATIC:
         if request.cache_layout == "NZ" or key == value == "layer" or "channel" in (key, value):

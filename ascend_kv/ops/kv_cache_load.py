@@ -79,7 +79,8 @@ def kv_cache_load(
 
     Raises:
         UsageError: shapes or types that disagree, a scale missing or not wanted; on a CPU also
-            a table entry that is used and names no block.
+            a table entry that is used and names no block, and a position that the
+            ``rotary_table`` does not have.
     """
     scales = key_scale, value_scale, key_zero_point, value_zero_point
     cache_shape = check_caches(key_cache, value_cache, *scales)
@@ -118,6 +119,9 @@ def _check_offset(
             name = "key_offset" if offset is None else "rotary_table"
             raise UsageError(name, None, "a tensor: key_offset and rotary_table come together")
         return
+    if head_dim % 2:
+        legal = "None with an odd number of channels, which form no pairs"
+        raise UsageError("key_offset", tuple(offset.shape), legal)
     if offset.shape != (kv_heads, head_dim):
         raise UsageError("key_offset", tuple(offset.shape), f"[{kv_heads}, {head_dim}]")
     longest = max(kv_lengths, default=0)
@@ -165,10 +169,21 @@ def _reference(
         else:
             positions = gather(key_positions, blocks, torch.int64)[:, :, :longest]
             positions.masked_fill_(outside[:, None], 0)
+            _check_rows(positions, rotary_table)
         key = key + rotated_offset(key_offset, rotary_table, positions)
     key = key.masked_fill_(outside[:, None, :, None], 0.0)
     value = value.masked_fill_(outside[:, None, :, None], 0.0)
     return key.to(key_dtype).contiguous(), value.to(value_dtype).contiguous()
+
+
+def _check_rows(positions: Tensor, table: Tensor) -> None:
+    """Refuse positions that the table does not have; on a CPU only, to synchronise no device."""
+    if positions.device.type != "cpu":
+        return
+    low, high = (int(bound) for bound in positions.aminmax())
+    if low < 0 or high >= table.shape[0]:
+        legal = f"0 to {table.shape[0] - 1}, as rotary_table"
+        raise UsageError("key_positions", low if low < 0 else high, legal)
 
 
 def _result_dtype(cache: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -186,7 +201,7 @@ def _decode(
     dim = kind.head_dim(cache)
 
     def side(x: Tensor | None) -> Tensor | None:
-        x = for_each_token(x, cache.shape[2])
+        x = for_each_token(x, cache.shape[2], dim)
         if x is None or not is_paged(x, dim):
             return x
         taken = gather(x, blocks)[:, :, :tokens]

@@ -22,6 +22,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.formats import FLOAT_DTYPES, format_of, require_finite
 from ascend_kv.ops.paged import (
     check_caches,
+    check_index,
     check_positions,
     is_by_block,
     is_grouped,
@@ -91,7 +92,7 @@ def kv_cache_store(
         ("key", key_cache, key_scale),
         ("value", value_cache, value_scale),
     ):
-        if scale is not None and is_by_block(scale):
+        if scale is not None and is_by_block(scale, cache_shape[3]):
             legal = "scales of tokens: those of a block are made of all of its tokens at once"
             raise UsageError(f"{side}_scale", tuple(scale.shape), legal)
         if dynamic and scale is not None and not is_paged(scale, cache_shape[3]):
@@ -106,6 +107,7 @@ def kv_cache_store(
         check_positions("key_positions", key_positions, cache_shape)
         if positions.shape != slot_mapping.shape:
             raise UsageError("positions", tuple(positions.shape), tuple(slot_mapping.shape))
+        check_index("positions", positions)
     _op(
         key,
         value,
@@ -134,8 +136,7 @@ def _check_tokens(key: Tensor, value: Tensor, slots: Tensor, cache_shape: torch.
             raise UsageError(name, tensor.dtype, FLOAT_DTYPES)
     if slots.shape != shape[:1]:
         raise UsageError("slot_mapping", tuple(slots.shape), f"[{shape[0]}], one slot a token")
-    if slots.dtype not in (torch.int64, torch.int32):
-        raise UsageError("slot_mapping", slots.dtype, (torch.int64, torch.int32))
+    check_index("slot_mapping", slots)
 
 
 def _reference(

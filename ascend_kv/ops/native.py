@@ -5,8 +5,9 @@ operators where there are any, the default), ``native`` (an error where there ar
 ``reference`` (the Python references).
 
 What a compiled operator does not serve it hands to the reference: lists of entries, a key offset of
-keys that have positions of their own, caches whose channels do not lie side by side, and what is
-wrong, so that errors are the same.
+keys that have positions of their own, caches whose channels do not lie side by side. The log says
+so once, ``platform.implementations`` how often. What is wrong goes there too, so that errors are
+the same.
 
 Beside the library lies what it was compiled for. A library that was compiled for a CPU that has
 more than this one, against another torch, or in a checkout from other sources than lie there now,

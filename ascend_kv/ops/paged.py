@@ -75,7 +75,7 @@ def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch
     shape = scale.shape
     if len(shape) == 3:
         fits = shape[0] == blocks and shape[1] in (1, kv_heads) and shape[2] == block_size
-    elif is_by_block(scale):
+    elif is_by_block(scale, head_dim):
         fits = shape == (blocks, kv_heads, 1, head_dim)
     elif is_grouped(scale, head_dim):
         groups = shape[3]
@@ -93,17 +93,22 @@ def _check_scale(name: str, scale: Tensor, cache_shape: torch.Size, dtype: torch
         raise UsageError(name, scale.dtype, str(dtype))
 
 
-def is_by_block(scale: Tensor) -> bool:
+def is_by_block(scale: Tensor, head_dim: int) -> bool:
     """Scales ``[K, N, 1, D]``: each for one channel of the tokens of a block.
 
     Those of a cache of one block are read as static ones, which is the same.
     """
-    return scale.dim() == 4 and scale.shape[0] != 1 and scale.shape[2] == 1 < scale.shape[3]
+    return (
+        scale.dim() == 4
+        and scale.shape[0] != 1
+        and scale.shape[2] == 1
+        and scale.shape[3] == head_dim > 1
+    )
 
 
-def for_each_token(scale: Tensor | None, block_size: int) -> Tensor | None:
+def for_each_token(scale: Tensor | None, block_size: int, head_dim: int) -> Tensor | None:
     """Scales by block as they would lie beside every token, ``[K, N, S, D]``; others as given."""
-    if scale is None or not is_by_block(scale):
+    if scale is None or not is_by_block(scale, head_dim):
         return scale
     return scale.expand(-1, -1, block_size, -1)
 
@@ -134,13 +139,18 @@ def check_positions(name: str, positions: Tensor, cache_shape: torch.Size) -> No
         raise UsageError(name, positions.dtype, "torch.int32")
 
 
+def check_index(name: str, given: Tensor) -> None:
+    """Positions, slots and blocks are int32 or int64."""
+    if given.dtype not in (torch.int32, torch.int64):
+        raise UsageError(name, given.dtype, (torch.int32, torch.int64))
+
+
 def check_tables(block_tables: Tensor, kv_lengths: Sequence[int], block_size: int) -> None:
     """Every sequence has a row, and the row is long enough for its tokens."""
     if block_tables.dim() != 2 or block_tables.shape[0] != len(kv_lengths):
         legal = f"[{len(kv_lengths)}, blocks of the longest sequence]"
         raise UsageError("block_tables", tuple(block_tables.shape), legal)
-    if block_tables.dtype not in (torch.int32, torch.int64):
-        raise UsageError("block_tables", block_tables.dtype, (torch.int32, torch.int64))
+    check_index("block_tables", block_tables)
     if not kv_lengths:
         return
     if min(kv_lengths) < 0:

@@ -28,7 +28,7 @@ from ascend_kv.ops.attention_entries import attend_entries
 from ascend_kv.ops.attention_offset import check_offset
 from ascend_kv.ops.attention_operands import Operands
 from ascend_kv.ops.attention_tiles import attend_all
-from ascend_kv.ops.paged import check_caches, check_positions, check_tables
+from ascend_kv.ops.paged import check_caches, check_index, check_positions, check_tables
 from ascend_kv.ops.registration import register
 
 Tensor = torch.Tensor
@@ -195,7 +195,7 @@ def check_queries(
 def _check_query(query: Tensor, cache_shape: torch.Size) -> None:
     _, kv_heads, _, head_dim = cache_shape
     shape = query.shape
-    if len(shape) != 3 or shape[2] != head_dim or shape[1] % kv_heads:
+    if len(shape) != 3 or shape[2] != head_dim or not kv_heads or shape[1] % kv_heads:
         legal = f"[tokens, a multiple of {kv_heads}, {head_dim}], as key_cache"
         raise UsageError("query", tuple(shape), legal)
     if query.dtype not in FLOAT_DTYPES:
@@ -227,8 +227,10 @@ def _check_extras(
     tokens, heads, _ = query.shape
     if sinks is not None and sinks.shape != (heads,):
         raise UsageError("sinks", tuple(sinks.shape), f"[{heads}], one a query head")
-    if query_positions is not None and query_positions.shape != (tokens,):
-        raise UsageError("query_positions", tuple(query_positions.shape), f"[{tokens}]")
+    if query_positions is not None:
+        if query_positions.shape != (tokens,):
+            raise UsageError("query_positions", tuple(query_positions.shape), f"[{tokens}]")
+        check_index("query_positions", query_positions)
     if score_bias is None:
         return
     shape = score_bias.shape

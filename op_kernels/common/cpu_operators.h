@@ -12,6 +12,9 @@ namespace ascend_kv::cpu {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
+// What the call that runs asks for and the operator does not serve, where it says so.
+inline thread_local const char* not_served = nullptr;
+
 std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, at::IntArrayRef query_lengths, at::IntArrayRef kv_lengths,

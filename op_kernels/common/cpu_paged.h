@@ -85,6 +85,11 @@ struct Parameter {
   }
 };
 
+// Whether of_block reads the scales, and the zero points if there are any.
+inline bool read_by_block(const Parameter& scale, const Parameter& zero_point) {
+  return scale.by_block() && scale.channel == 1 && (!zero_point.data || zero_point.channel == 1);
+}
+
 struct Side {
   char* data = nullptr;
   Type type = Type::FLOAT;

@@ -9,11 +9,10 @@
 #include <optional>
 #include <vector>
 
+#include "cpu_operators.h"
 #include "cpu_paged.h"
 
 namespace ascend_kv::cpu {
-
-using MaybeTensor = std::optional<at::Tensor>;
 
 inline std::optional<Type> type_of(const at::Tensor& x) {
   switch (x.scalar_type()) {
@@ -118,7 +117,11 @@ inline bool read_parameter(
 inline bool read_side(
     const at::Tensor& cache, const MaybeTensor& scale, const MaybeTensor& zero_point, Side& out) {
   const auto type = type_of(cache);
-  if (!type || cache.dim() != 4 || (cache.stride(3) != 1 && cache.size(3) > 1)) return false;
+  if (!type || cache.dim() != 4) return false;
+  if (cache.stride(3) != 1 && cache.size(3) > 1) {
+    not_served = "caches whose channels do not lie side by side";
+    return false;
+  }
   if (is_quantized(*type) != scale.has_value() || (zero_point && !scale)) return false;
   if (zero_point && (*type == Type::E4M3 || *type == Type::E5M2)) return false;
   out.data = static_cast<char*>(const_cast<void*>(cache.const_data_ptr()));

@@ -121,6 +121,7 @@ void finish(const CompressCall& call, const Window& window, float* entry) {
 
 template <class To>
 void compress(const CompressCall& call, To* out) {
+  if (call.windows.empty()) return;  // then the ratio may be of any size
   const int64_t work = call.ratio * call.dim * (call.overlap ? 2 : 1);
   const int64_t grain = std::max<int64_t>(1, GRAIN_VALUES / work);
   const auto count = static_cast<int64_t>(call.windows.size());
@@ -213,8 +214,9 @@ std::optional<at::Tensor> hca_compress(
   }
   if (rotary_table) {
     if (rotary_dim <= 0 || rotary_dim % 2 || rotary_dim > call.dim || rotary_table->dim() != 3 ||
+        rotary_table->size(0) == 0 ||
         rotary_table->size(1) != rotary_dim / 2 || rotary_table->size(2) != 2 ||
-        (last >= 0 && rotary_table->size(0) <= ratio * last))
+        (last >= 0 && (rotary_table->size(0) - 1) / ratio < last))
       return {};
     table = as_floats(*rotary_table);
     call.turns = table.const_data_ptr<float>();

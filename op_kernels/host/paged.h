@@ -10,6 +10,7 @@ enum class ScaleKind {
     TOKEN_HEAD,  // [K, N, S]
     TOKEN,       // [K, 1, S]
     GROUP,       // [K, N, S, D / g]
+    BLOCK,       // [K, N, 1, D], K not 1
     STATIC,      // [1, N or 1, 1, D or 1]
 };
 
@@ -19,7 +20,6 @@ struct PagedSide {
     const OptionalTensor &zero_point;
     ScaleKind kind;
 
-    bool Quantized() const { return kind != ScaleKind::NONE; }
     bool Symmetric() const { return !zero_point.has_value(); }
 
     // Memory that a kernel can take as it is.
@@ -59,6 +59,10 @@ inline ScaleKind KindOf(const char *field, const at::Tensor &scale, const at::Te
         kind = scale.size(1) == heads ? ScaleKind::TOKEN_HEAD
                : scale.size(1) == 1   ? ScaleKind::TOKEN
                                       : ScaleKind::NONE;
+    } else if (scale.dim() == 4 && scale.size(0) != 1 && scale.size(2) == 1 && dim > 1 &&
+               scale.size(3) == dim) {
+        bool fits = scale.size(0) == blocks && scale.size(1) == heads;
+        kind = fits ? ScaleKind::BLOCK : ScaleKind::NONE;
     } else if (scale.dim() == 4 && scale.size(3) != 1 && scale.size(3) != dim) {
         bool fits = scale.sizes().slice(0, 3) == cache.sizes().slice(0, 3) && scale.size(3) > 0 &&
                     dim % scale.size(3) == 0;
@@ -69,7 +73,8 @@ inline ScaleKind KindOf(const char *field, const at::Tensor &scale, const at::Te
     }
     ASCEND_KV_REQUIRE(kind != ScaleKind::NONE, field, scale.sizes(), "paged [", blocks, ", ", heads,
                       " or 1, ", block_size, "], grouped [", blocks, ", ", heads, ", ", block_size,
-                      ", ", dim, " / group] or static [1, ", heads, " or 1, 1, ", dim, " or 1]");
+                      ", ", dim, " / group], by block [", blocks, ", ", heads, ", 1, ", dim,
+                      "] or static [1, ", heads, " or 1, 1, ", dim, " or 1]");
     CheckType(field, scale, at::kFloat);
     CheckDevice(field, scale, cache);
     return kind;

@@ -104,6 +104,9 @@ const char *WhyNoLoadKernel(const PagedSide &side, const at::Tensor &result, con
     if (side.kind == ScaleKind::GROUP) {
         return "scales by group of channels";
     }
+    if (side.kind == ScaleKind::BLOCK) {
+        return "scales by block";
+    }
     if (offset != OFFSET_NONE && side.cache.size(3) % 16 != 0) {
         return "key_offset with a head_dim that is not a multiple of 16";
     }

@@ -80,6 +80,8 @@ void CheckNewPositions(const OptionalTensor &key_positions, const OptionalTensor
 
 void CheckDynamic(const char *field, const PagedSide &side, bool dynamic)
 {
+    ASCEND_KV_REQUIRE(side.kind != ScaleKind::BLOCK, field, side.scale->sizes(),
+                      "scales of tokens: those of a block are made of all of its tokens at once");
     ASCEND_KV_REQUIRE(!dynamic || side.kind != ScaleKind::STATIC, "dynamic", true, "False, ", field,
                       " is static, no slot has its own");
 }

@@ -64,10 +64,10 @@ class ItemRun {
   ItemRun(const Call& call, const Item& item, Scratch& scratch)
       : call_(call), item_(item), sequence_(call.sequences[item.sequence]) {
     rows_ = static_cast<int>(item.queries * call.group());
-    by_block_ = call.key.scale.by_block();
+    by_block_ = read_by_block(call.key.scale, call.key.zero_point);
     // runs of tokens in one block are to begin where a vector of scores does
-    const bool lined_up = by_block_ && call.key.scale.channel == 1 &&
-                          call.block_size % LANES == 0 && item.first_key % LANES == 0;
+    const bool lined_up =
+        by_block_ && call.block_size % LANES == 0 && item.first_key % LANES == 0;
     few_ = rows_ <= FEW_ROWS && (call.key.scale.kind != Parameter::GROUP || lined_up) &&
            call.value.scale.kind != Parameter::GROUP;
     unit_keys_ = Unit::serves(call.key, rows_, call.dim) &&

@@ -17,7 +17,7 @@ void convert_row(const void* from, int64_t dim, float* to) {
 // Scales of groups of channels, and their zero points: applied to each value.
 inline void apply_groups(const Parameter& scale, const Parameter& zero_point, int64_t block,
                          int64_t head, int64_t token, int64_t dim, float* row) {
-  if (scale.by_block() && scale.channel == 1) {
+  if (read_by_block(scale, zero_point)) {
     const int64_t factors = scale.place(block, head, 0);
     const int64_t shifts = zero_point.data ? zero_point.place(block, head, 0) : 0;
     for_vectors(dim, [&](int64_t c, int count) {

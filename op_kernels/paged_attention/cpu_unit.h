@@ -1,6 +1,6 @@
 // What multiplies codes in whole numbers, where the CPU has something for it.
 //
-// bits: to how many a query or a weight is rounded. A unit serves one item. Which side it serves is asked of each side (serves); then it gets memory
+// A unit serves one item. Which side it serves is asked of each side (serves); then it gets memory
 // (floats), and the queries once (load_rows). For each tile come start_tile, then dot where it
 // serves keys, with take_values in the middle of it, or take_values alone where it serves values
 // only; then scale for rows whose sums so far shrink, and take_weights. weigh ends what may still

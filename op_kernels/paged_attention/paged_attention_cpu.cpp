@@ -74,10 +74,13 @@ bool read_bias(const at::Tensor& bias, int64_t tokens, at::IntArrayRef kv_length
   });
 }
 
-// Keys whose order says nothing of their positions are left to the reference.
 bool read_offset(
     const at::Tensor& offset, const at::Tensor& frequencies, const at::Tensor* query, Call& call) {
-  if (call.key_positions || call.bias || call.dim % 2) return false;
+  if (call.key_positions) {
+    not_served = "a key offset of keys that have positions of their own";
+    return false;
+  }
+  if (call.bias || call.dim % 2) return false;
   if (offset.scalar_type() != at::kFloat || frequencies.scalar_type() != at::kDouble) return false;
   if (offset.sizes() != at::IntArrayRef{call.kv_heads, call.dim}) return false;
   if (frequencies.sizes() != at::IntArrayRef{call.dim / 2}) return false;
@@ -140,7 +143,11 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> paged_attention(
         "operators were compiled; attention over INT8 is slower without it");
 #endif
   Call call{};
-  if (entries || !caches_agree(key_cache, value_cache)) return {};
+  if (entries) {
+    not_served = "lists of entries";
+    return {};
+  }
+  if (!caches_agree(key_cache, value_cache)) return {};
   if (!read_side(key_cache, key_scale, key_zero_point, call.key)) return {};
   if (!read_side(value_cache, value_scale, value_zero_point, call.value)) return {};
   const at::Tensor query = channels_together(given_query);

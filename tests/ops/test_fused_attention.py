@@ -90,6 +90,16 @@ def test_groups_of_channels_are_loaded(cache_with: Any, symmetric: bool, layout:
     assert run.routes == ["loaded", "loaded"]
 
 
+@pytest.mark.parametrize("granularity", ["token_head", "token", "head"])
+def test_scales_by_block_are_loaded(cache_with: Any, granularity: str) -> None:
+    queries, lengths = MIXED
+    cache = cache_with(lengths, block_size=32, dim=64, granularity=granularity)
+    scales = {**cache.scales, "key_scale": torch.rand(len(cache.tensors[0]), 2, 1, 64) * 0.03}
+    query = draw(queries, 4, 64, torch.float16)
+    run = check(cache._replace(scales=scales), query, queries)
+    assert run.routes == ["loaded", "loaded"]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -92,7 +92,13 @@ CASES: dict[str, tuple[Changes, list[Changes], list[Changes]]] = {
     "scales": (
         {},
         [{"key": "token"}, {"key": "head", "value": "layer"}, {"key": "layer", "value": "token"}],
-        [{"key": "channel"}, {"value": "head"}, {"key": "group"}, {"value": "group"}],
+        [
+            {"key": "channel"},
+            {"value": "head"},
+            {"key": "group"},
+            {"value": "group"},
+            {"key": "block"},
+        ],
     ),
     "mode 0/1 query": (
         {"key": "channel", "value": "token"},

@@ -191,6 +191,11 @@ def test_no_full_window(lengths: list[int], overlap: bool) -> None:
     assert ops.hca_compress(**arguments, dtype=torch.float16).shape == (0, 20)
 
 
+def test_a_window_longer_than_any_sequence() -> None:
+    kv = torch.randn(8, 20)
+    assert ops.hca_compress(kv, kv, [8], 1 << 62).shape == (0, 20)
+
+
 def test_strided_input() -> None:
     arguments = draw(overlap=True, first_windows=[0, 5, 2, 0, 1])
     expected = ops.hca_compress(**arguments)

@@ -39,8 +39,10 @@ def load(cache: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     "granularity", ["token", "token_head", "layer", "head", "channel", "group"]
 )
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_int8(cache_with: Any, granularity: str, symmetric: bool) -> None:
-    cache = cache_with(LENGTHS, granularity=granularity, symmetric=symmetric, dim=40)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_int8(cache_with: Any, granularity: str, symmetric: bool, block_size: int) -> None:
+    options = {"granularity": granularity, "symmetric": symmetric, "block_size": block_size}
+    cache = cache_with(LENGTHS, dim=40, **options)
     for given, exact in zip(load(cache), truth(cache), strict=True):
         assert given.dtype == torch.float32 and given.is_contiguous()
         # one rounding of the product, one of the sum
@@ -203,6 +205,17 @@ def test_opcheck(cache_with: Any, opcheck: Any) -> None:
             "rotary_table",
             {"key_offset": torch.zeros(2, 64), "rotary_table": torch.zeros(19, 32, 2)},
         ),
+        *(
+            (
+                "key_positions",
+                {
+                    "key_offset": torch.zeros(2, 64),
+                    "rotary_table": torch.zeros(20, 32, 2),
+                    "key_positions": torch.full((5, 2, 16), position, dtype=torch.int32),
+                },
+            )
+            for position in (-1, 20)
+        ),
     ],
 )
 def test_mistakes_name_the_argument(cache_with: Any, field: str, change: dict[str, Any]) -> None:
@@ -217,3 +230,11 @@ def test_mistakes_name_the_argument(cache_with: Any, field: str, change: dict[st
     with pytest.raises(UsageError) as error:
         ops.kv_cache_load(**{**legal, **change})
     assert error.value.field == field
+
+
+def test_an_offset_wants_pairs_of_channels(cache_with: Any) -> None:
+    cache = cache_with([5], dim=41)
+    extra = {"key_offset": torch.zeros(2, 41), "rotary_table": torch.zeros(5, 20, 2)}
+    with pytest.raises(UsageError) as error:
+        ops.kv_cache_load(*cache.tensors, cache.tables, cache.kv_lengths, **cache.scales, **extra)
+    assert error.value.field == "key_offset"

@@ -525,6 +525,16 @@ def test_opcheck(opcheck: Any) -> None:
         ("dynamic", {"key_scale": torch.ones(1, 1, 1, 1)}),
         ("positions", {"key_positions": torch.zeros(K, N, S, dtype=torch.int32)}),
         ("key_positions", {"positions": torch.arange(3)}),
+        *(
+            (
+                "positions",
+                {
+                    "key_positions": torch.zeros(K, N, S, dtype=torch.int32),
+                    "positions": torch.ones(3, dtype=dtype),
+                },
+            )
+            for dtype in (torch.float32, torch.bool)
+        ),
         (
             "positions",
             {

@@ -413,6 +413,8 @@ def legal(cache_with: Any) -> dict[str, Any]:
         ("key_positions", {"key_positions": torch.zeros(5, 1, 16, dtype=torch.int32)}),
         ("key_positions", {"key_positions": torch.zeros(5, 2, 16, dtype=torch.int64)}),
         ("query_positions", {"query_positions": torch.zeros(2, dtype=torch.int32)}),
+        ("query_positions", {"query_positions": torch.zeros(3)}),
+        ("query_positions", {"query_positions": torch.zeros(3, dtype=torch.bool)}),
     ],
 )
 def test_mistakes_name_the_argument(cache_with: Any, field: str, change: dict[str, Any]) -> None:
