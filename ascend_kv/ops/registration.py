@@ -7,7 +7,7 @@ once, in Python. The operators are for inference: no gradient flows through them
 
 Under the same name in ``ascend_kv_reference`` the reference stays callable whatever serves the
 operator: a kernel hands over what it does not serve, and tests compare. A kernel that does so
-calls ``ascend_kv_reference::handed_over`` first, which tells the reason once and counts it.
+calls ``ascend_kv_reference::handed_over``, which tells the reason once and counts it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@
 
 namespace ascend_kv::cpu {
 
-// A thread is worth waking for so many values.
-constexpr int64_t GRAIN_VALUES = 1 << 14;
 
 // Where a row of D values lies; D itself is contiguous.
 struct DenseRows {

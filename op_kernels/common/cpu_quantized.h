@@ -90,6 +90,17 @@ struct GroupRange {
   }
 };
 
+// Whether none of `n` values is NaN or infinite.
+template <class T>
+inline bool is_finite(const T* from, int64_t n) {
+  Vec poison{};
+  for_vectors(n, [&](int64_t c, int count) {
+    const Vec x = load_at(from, c, count);
+    poison = poison + (x - x);
+  });
+  return sum(poison) == 0.0f;
+}
+
 // Codes of a vector of values, as floats: clamped, whole numbers to the nearest, half to even; 0 for
 // what is no number of steps (0 / 0, a NaN scale, an infinity).
 template <class Kind>

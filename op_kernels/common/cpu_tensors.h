@@ -14,6 +14,9 @@
 
 namespace ascend_kv::cpu {
 
+// A thread is worth waking for so many values.
+constexpr int64_t GRAIN_VALUES = 1 << 14;
+
 inline std::optional<Type> type_of(const at::Tensor& x) {
   switch (x.scalar_type()) {
     case at::kFloat: return Type::FLOAT;

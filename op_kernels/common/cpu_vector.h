@@ -90,17 +90,6 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-inline Vec square_root(Vec x) {
-#if defined(ASCEND_KV_AVX512)
-  return _mm512_sqrt_ps(x);
-#elif defined(ASCEND_KV_AVX2)
-  return _mm256_sqrt_ps(x);
-#else
-  for (int i = 0; i < LANES; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-#endif
-}
-
 // Where one is NaN the second is taken, in both.
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec smaller(Vec a, Vec b) { return a < b ? a : b; }

@@ -14,8 +14,6 @@
 namespace ascend_kv::cpu {
 namespace {
 
-// A thread is worth waking for so many values.
-constexpr int64_t GRAIN_VALUES = 1 << 14;
 
 // Values or gates [T, C], and those of the window before this call [B, ratio, D].
 struct Tokens {

@@ -11,8 +11,6 @@
 namespace ascend_kv::cpu {
 namespace {
 
-// A thread is worth waking for so many values.
-constexpr int64_t GRAIN_VALUES = 1 << 14;
 
 // What stored keys lack: R(n) times an offset, half-split.
 struct Offset {

@@ -191,15 +191,10 @@ void quantize_given(const QuantizeCall& call, const Broadcast& scale, const Broa
 }
 
 template <class T>
-bool is_finite(const DenseRows& x) {
+bool are_finite(const DenseRows& x) {
   for (int64_t i = 0; i < x.rows(); ++i) {
     const T* row = x.row<T>(i / x.tokens / x.heads, i / x.tokens % x.heads, i % x.tokens);
-    Vec poison{};
-    for_vectors(x.dim, [&](int64_t c, int count) {
-      const Vec v = load_at(row, c, count);
-      poison = poison + (v - v);
-    });
-    if (sum(poison) != 0.0f) return false;
+    if (!is_finite(row, x.dim)) return false;
   }
   return true;
 }
@@ -267,7 +262,7 @@ std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> kv_cache_quantize(
     std::optional<Broadcast> zeros = Broadcast{};
     if (zero_point) zeros = read_broadcast(*zero_point, rows, group);
     bool finite = true;
-    with_float_type(*type, [&](auto t) { finite = is_finite<decltype(t)>(rows); });
+    with_float_type(*type, [&](auto t) { finite = are_finite<decltype(t)>(rows); });
     if (!scales || !zeros || !finite) return {};
     with_types([&](auto kind, auto value) {
       quantize_given<decltype(kind), decltype(value)>(call, *scales, *zeros);

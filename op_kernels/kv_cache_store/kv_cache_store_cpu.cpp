@@ -14,8 +14,6 @@
 namespace ascend_kv::cpu {
 namespace {
 
-// A thread is worth waking for so many values.
-constexpr int64_t GRAIN_VALUES = 1 << 14;
 // Neighbouring slots stay with one thread.
 constexpr int64_t STRIPE_SLOTS = 16;
 
@@ -108,16 +106,10 @@ struct Writer {
     });
   }
 
-  bool is_finite(int64_t token) const {
-    Vec poison{};
-    for (int64_t n = 0; n < heads; ++n) {
-      const T* x = row(token, n);
-      for_vectors(dim, [&](int64_t c, int count) {
-        const Vec v = load_at(x, c, count);
-        poison = poison + (v - v);
-      });
-    }
-    return sum(poison) == 0.0f;
+  bool token_is_finite(int64_t token) const {
+    for (int64_t n = 0; n < heads; ++n)
+      if (!is_finite(row(token, n), dim)) return false;
+    return true;
   }
 };
 
@@ -166,7 +158,7 @@ bool all_finite(const StoreCall& call, const NewTokens& from, const Side& cache,
   with_float_type(from.type, [&](auto type) {
     const Writer<decltype(type)> writer{from, cache, call.heads, call.dim};
     for (int64_t t = 0; t < call.tokens && finite; ++t)
-      finite = slots[t] < 0 || writer.is_finite(t);
+      finite = slots[t] < 0 || writer.token_is_finite(t);
   });
   return finite;
 }
