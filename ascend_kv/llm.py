@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ascend_kv.engine.async_engine import AsyncEngine
 from ascend_kv.engine.outputs import CompletionOutput, RequestOutput
 from ascend_kv.engine.params import SamplingParams
-from ascend_kv.errors import UsageError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.integrations.prompts import (
     Message,
     Prompt,
@@ -58,9 +58,15 @@ class LLM(LLMEngine):
         super().add_request(request_id, prompt, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request; returns what it has and was not seen yet, None for an unknown id."""
+        """End a request; returns what it has and was not seen yet, None for an unknown id.
+
+        A stream whose request it is gives that too, and ends.
+        """
         kept = self._kept.pop(request_id, None)
-        return super().abort_request(request_id) or kept
+        output = super().abort_request(request_id) or kept
+        if output is not None and request_id in self._inboxes:
+            self._inboxes[request_id][request_id] = output
+        return output
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything left to do, or to give."""
@@ -223,6 +229,9 @@ class LLM(LLMEngine):
                     if output.finished:
                         del numbers[request_id], self._inboxes[request_id]
                     yield number, output
+            if numbers:
+                lost = ", ".join(str(number) for number in sorted(numbers.values()))
+                raise RunError(f"prompt {lost}: lost in a step of another call, which failed")
         finally:
             for request_id in numbers:  # after an interruption the engine must be usable again
                 self.engine.abort_request(request_id)

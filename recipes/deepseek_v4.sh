@@ -6,7 +6,8 @@
 # It sets up an environment on the first run (minutes, mostly downloads) and finds it ready
 # afterwards, then runs recipes/deepseek_v4.yaml, in which every key is explained, on the CPU.
 # What the results mean: recipes/deepseek_v4.md.
-# Environment variables: PYTHON, VENV, TORCH_INDEX_URL; see tools/setup_env.sh.
+# Environment variables: PYTHON, VENV, TORCH_INDEX_URL, ASCEND_KV_CPU_LEVEL; see
+# tools/setup_env.sh.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"

@@ -9,7 +9,8 @@
 #
 # It sets up an environment on the first run (minutes, mostly downloads) and finds it ready
 # afterwards. All three checks run even if one fails. Fails if any of them does.
-# Environment variables: PYTHON, VENV, TORCH_INDEX_URL; see tools/setup_env.sh.
+# Environment variables: PYTHON, VENV, TORCH_INDEX_URL, ASCEND_KV_CPU_LEVEL; see
+# tools/setup_env.sh.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_harness import twin
+from setup_tables import setup_tables
 
 from ascend_kv.ops import native_sources
 
@@ -25,6 +27,25 @@ extern "C" C10_EXPORT void add(float* x) { for (int i = 0; i < 64; ++i) x[i] += 
 """
 STEERING = ("ASCEND_KV_OPERATORS", "ASCEND_KV_CPU_LEVEL")
 NOWHERE = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
+
+
+@pytest.mark.skipif(twin.find_compiler() is None, reason="no C++ compiler (g++ or clang++)")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are levels of x86")
+@pytest.mark.parametrize("level", setup_tables()["CPU_LEVELS"])
+def test_the_vector_code_of_every_level_compiles(level: str) -> None:
+    """Also of CPUs that have more than this one: its syntax and types at least."""
+    flags = [f"-m{name.replace('_', '-')}" for name in setup_tables()["CPU_LEVELS"][level]]
+    command = [str(twin.find_compiler()), "-std=c++20", "-fsyntax-only", "-Wno-psabi", *flags]
+    nothing = ["-x", "c++", os.devnull]
+    if subprocess.run([*command, *nothing], capture_output=True).returncode:
+        pytest.skip(f"the compiler does not know {flags}")
+    for header in ("paged_attention/cpu_item.h", "common/cpu_quantized.h"):
+        done = subprocess.run(
+            [*command, "-x", "c++", str(ROOT / "op_kernels" / header)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

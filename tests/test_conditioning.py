@@ -24,6 +24,7 @@ from conditioned_models import (
 from ascend_kv.config import CacheConfig
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import format_spec
+from ascend_kv.integrations.key_folding import WeightFolding
 from ascend_kv.integrations.key_planning import condition_keys
 from ascend_kv.integrations.key_weights import pair_norms, pair_partners
 from ascend_kv.integrations.loading import LoadedModel, load_model
@@ -115,6 +116,27 @@ def test_the_size_of_a_channel_counts_the_norm_before_it(qwen2: LoadedModel) -> 
     rows = layer.self_attn.k_proj.weight * layer.input_layernorm.weight
     assert torch.allclose(fold.weights.own.flatten(), rows.norm(dim=1), rtol=1e-4)
     assert torch.equal(fold.weights.bias.flatten(), layer.self_attn.k_proj.bias)
+
+
+def test_an_interrupted_fold_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = load_uneven(tmp_path, **MODELS["qwen2"])
+    before = state(weights)
+    folds = plan(weights, pair_scaling=True).folds
+    assert len(folds) > 1
+    apply, done = WeightFolding._apply, []
+
+    def interrupted(folding: WeightFolding, fold: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        apply(folding, fold)
+        done.append(fold)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightFolding, "_apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            weights.folding.use(folds)
+    weights.folding.use(None)
+    assert_as_loaded(weights, before)
 
 
 def test_float16_stays_in_its_range_and_comes_back(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from ascend_kv.evaluate.quality.recipe import (
 from ascend_kv.evaluate.quality.results import EvalResult
 from ascend_kv.evaluate.quality.tables import tables
 from ascend_kv.evaluate.recipe import WindowRecipe
+from ascend_kv.ops import platform
 
 DOCUMENT = Path(__file__).parents[1] / "recipes" / "eval.md"
 NAMES = [UNQUANTIZED, "int8", "mixed", "fp8"]
@@ -182,6 +183,21 @@ def test_going_on_with_other_settings_is_refused(
     with pytest.raises(UsageError) as caught:
         make_evaluation(make_recipe(model, **changes), tmp_path)
     assert caught.value.field == field
+
+
+def test_going_on_with_other_arithmetic_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_evaluation(make_recipe(model), tmp_path)
+    told = platform.implementations("cpu")
+    told["paged_attention"] += "; reference for lists of entries (3 calls)"
+    monkeypatch.setattr(platform, "implementations", lambda device: told)
+    make_evaluation(make_recipe(model), tmp_path)  # calls that went elsewhere matter to no cell
+    bits = platform.whole_number_bits("cpu")
+    monkeypatch.setattr(platform, "whole_number_bits", lambda device: 16 if bits is None else None)
+    with pytest.raises(UsageError) as caught:
+        make_evaluation(make_recipe(model), tmp_path)
+    assert caught.value.field == "whole_number_bits"
 
 
 def test_another_checkpoint_of_the_same_name_and_size_is_refused(

@@ -12,7 +12,7 @@ from bench_fixture import make_model_with_tokenizer
 
 from ascend_kv.cache.tables import ContiguousTables, PagedTables
 from ascend_kv.engine.params import SamplingParams
-from ascend_kv.errors import UsageError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.integrations.loading import LoadedModel, load_model
 from ascend_kv.llm import LLM
 from ascend_kv.llm_engine import LLMEngine
@@ -138,6 +138,32 @@ def test_requests_that_are_queued_are_not_lost_while_others_run(llm: LLM) -> Non
     texts = {name: output.outputs[0].text for name, output in last.items()}
     assert texts == {"async-7": wanted["b"], "c": wanted["c"], "long": whole}
     assert all(output.finished for output in last.values())
+
+
+def test_a_stream_lost_in_a_step_of_another_call_ends_with_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(["one", "two"], GREEDY)
+    next(stream)
+
+    def failing(batch: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            llm.generate("three", GREEDY, use_tqdm=False)
+    with pytest.raises(RunError, match="prompt 0, 1: lost in a step of another call"):
+        list(stream)
+    assert llm.generate("four", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_an_aborted_stream_ends_with_what_it_has(llm: LLM) -> None:
+    stream = llm.stream(["one"], GREEDY)
+    _, first = 0, next(stream)
+    llm.abort_request(first.request_id)
+    (last,) = stream
+    assert last.finished and last.outputs[0].finish_reason == "abort"
 
 
 def test_a_stream_grows_to_what_generate_gives(llm: LLM) -> None:

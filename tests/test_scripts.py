@@ -7,11 +7,13 @@ fails where a test wants it to.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from setup_tables import setup_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, TESTS, CI = "recipes/run_qwen_910b.sh", "tests/run.sh", ".ci/run"
@@ -181,6 +183,26 @@ def test_named_index_is_the_only_one_asked_for_torch(checkout: Checkout) -> None
     assert [call for call in checkout.installs if "torch==" in call] == [
         "--no-deps --index-url https://wheels.example/cpu torch==2.13.0"
     ]
+
+
+@pytest.mark.parametrize("variable", ["ASCEND_KV_CPU_LEVEL=avx2", "CXX=some-compiler"])
+def test_what_decides_the_build_makes_the_environment_anew(
+    checkout: Checkout, variable: str
+) -> None:
+    name, value = variable.split("=")
+    checkout.run(RECIPE)
+    checkout.run(RECIPE, **{name: value})
+    assert checkout.installs[-1].endswith(" -e .")
+    checkout.run(RECIPE, **{name: value})
+    assert checkout.installs == []
+
+
+def test_every_feature_that_is_compiled_for_is_looked_at() -> None:
+    pattern = re.search(r"grep -owE '([^']*)'", (ROOT / "tools/setup_env.sh").read_text())
+    assert pattern
+    features = {name for level in setup_tables()["CPU_LEVELS"].values() for name in level}
+    assert {"amx_int8", "f16c"} < features
+    assert [name for name in sorted(features) if not re.fullmatch(pattern[1], name)] == []
 
 
 def test_without_the_cpu_build_the_ordinary_one_is_taken_and_said(checkout: Checkout) -> None:

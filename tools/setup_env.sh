@@ -8,6 +8,10 @@
 #   PYTHON            the Python to build on, 3.10 or newer (default: python3)
 #   VENV              where the environment lies (default: .venv in this checkout)
 #   TORCH_INDEX_URL   the wheel index to take torch from (default: PyTorch's own index of CPU builds)
+#   ASCEND_KV_CPU_LEVEL
+#                     on x86, the most that the native operators are compiled for: amx, avx512,
+#                     avx2 or baseline (default: what this CPU has)
+#   CXX               the C++ compiler of the native operators
 #
 # and pip's own settings for everything else (PIP_INDEX_URL, proxies, certificates).
 
@@ -34,11 +38,12 @@ fingerprint() {
     if has_cann; then  # the kernels are built with the package
       cat "$ROOT"/tools/build_npu.py "$ROOT"/op_kernels/*.* "$ROOT"/op_kernels/*/*.*
     fi
-    printf '%s\n' "$ROOT" "$1" "${TORCH_INDEX_URL:-}"
+    printf '%s\n' "$ROOT" "$1" "${TORCH_INDEX_URL:-}" "${ASCEND_KV_CPU_LEVEL:-}" "${CXX:-}"
     find "$ROOT/op_kernels" \( -name '*_cpu.cpp' -o -name 'cpu_*.h' \) -print0 2>/dev/null |
       sort -z | xargs -0 -r cat
     command -v c++ g++ clang++
-    grep -owE 'avx2|avx512(f|bw|dq|vl)|fma|f16c' /proc/cpuinfo 2>/dev/null | sort -u
+    # those that setup.py compiles for
+    grep -owE 'avx2|avx512(f|bw|dq|vl)|fma|f16c|amx_(tile|int8)' /proc/cpuinfo 2>/dev/null | sort -u
   } | cksum
 }
 

@@ -50,7 +50,8 @@ class WeightFolding:
     @torch.no_grad()
     def use(self, folds: Mapping[int, Fold] | None) -> None:
         """Bring the weights into this state; None is as they were loaded. Free if they are."""
-        if folds is self._folds:
+        interrupted = self._folds is None and self._undo
+        if folds is self._folds and not interrupted:
             return
         self._folds = None
         while self._undo:

@@ -58,8 +58,11 @@ def load_cpu_operators(library: Path = LIBRARY) -> bool:
         return False
     problem = find_problem(library)
     if problem is None:
-        torch.ops.load_library(str(library))
-        return True
+        try:
+            torch.ops.load_library(str(library))
+            return True
+        except OSError as error:
+            problem = f"the native CPU operators do not load ({error})"
     advice = "install the package again where torch and a C++ compiler are: pip install -e ."
     if wanted == "native":
         raise RunError(f"{VARIABLE}=native, but {problem}; {advice}")
@@ -69,19 +72,23 @@ def load_cpu_operators(library: Path = LIBRARY) -> bool:
 
 def find_problem(library: Path) -> str | None:
     """Why the library cannot be loaded here; None if it can."""
-    try:
-        made_for = json.loads(library.with_suffix(".json").read_text())
-    except FileNotFoundError:
+    description = library.with_suffix(".json")
+    if not library.exists() or not description.exists():
         return "no native CPU operators were built"
-    if made_for["torch"] != torch.__version__:
+    try:
+        made_for = json.loads(description.read_text())
+        made_with, features = made_for["torch"], set(made_for["cpu_features"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{description} does not say what the native CPU operators were built for"
+    if made_with != torch.__version__:
         return (
-            f"the native CPU operators were built with torch {made_for['torch']}, "
+            f"the native CPU operators were built with torch {made_with}, "
             f"and this is {torch.__version__}"
         )
     sources = native_sources.digest()
     if sources is not None and made_for.get("sources") != sources:
         return "the native CPU operators were built from other sources than these"
-    missing = set(made_for["cpu_features"]) - _cpu_features()
+    missing = features - _cpu_features()
     if missing:
         return f"the native CPU operators need {', '.join(sorted(missing))}, which this CPU lacks"
     return None

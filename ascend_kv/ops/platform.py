@@ -25,7 +25,7 @@ import torch
 from ascend_kv import ops
 from ascend_kv.devices import short_name
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.ops import profiler
+from ascend_kv.ops import native, profiler
 from ascend_kv.ops.fused_attention import FUNCTION, FUNCTION_V2
 from ascend_kv.ops.fused_execute import Route, attend, routes_taken
 from ascend_kv.ops.native import VARIABLE, operators_wanted
@@ -124,6 +124,13 @@ def implementations(device: str | None = None) -> dict[str, str]:
     """
     where = find_device() if device is None else device
     return {name: _implementation(name, where) for name in ops.__all__}
+
+
+def whole_number_bits(device: str) -> int | None:
+    """``native.whole_number_bits`` where compiled operators serve ``device``; None elsewhere."""
+    if device != "cpu" or not has_kernel("paged_attention", "cpu"):
+        return None
+    return native.whole_number_bits()
 
 
 def _implementation(name: str, device: str) -> str:
@@ -259,8 +266,17 @@ def _memory_bytes(device: str) -> tuple[int, int]:
     free, total = _machine_memory_bytes()
     limit, used = (_read_bytes(_CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None and limit < total:
-        return max(0, min(free, limit - used)), limit
+        return max(0, min(free, limit - used + _file_cache_bytes())), limit
     return free, total
+
+
+def _file_cache_bytes() -> int:
+    """What the container's use counts of files in memory and would be given up when needed."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def _machine_memory_bytes() -> tuple[int, int]:

@@ -28,6 +28,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.ops, "load_library", lambda path: LOADED.append(path))
     LOADED.clear()
     describe(tmp_path / "library.so")
+    (tmp_path / "library.so").touch()
     return tmp_path / "library.so"
 
 
@@ -49,6 +50,12 @@ def test_what_fits_is_loaded(library: Path, caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
+@pytest.mark.skipif(not os.environ.get("CI"), reason="a machine may do without the operators")
+def test_where_all_is_tested_the_operators_are_built() -> None:
+    """Else every test of them would be skipped, and none would say that they do not compile."""
+    assert native.find_problem(native.LIBRARY) is None
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -56,17 +63,25 @@ def test_what_fits_is_loaded(library: Path, caplog: pytest.LogCaptureFixture) ->
         ({"cpu_features": ["of_tomorrow"]}, "need of_tomorrow, which this CPU lacks"),
         ({"sources": "of an older checkout"}, "built from other sources than these"),
         (None, "no native CPU operators were built"),
+        ("no library", "no native CPU operators were built"),
+        ("cut", "does not say what the native CPU operators were built for"),
+        ("a list", "does not say what the native CPU operators were built for"),
     ],
 )
 def test_what_does_not_fit_is_not_loaded_and_said(
     library: Path,
-    change: dict[str, object] | None,
+    change: dict[str, object] | str | None,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    description = library.with_suffix(".json")
     if change is None:
-        library.with_suffix(".json").unlink()
+        description.unlink()
+    elif change == "no library":
+        library.unlink()
+    elif isinstance(change, str):
+        description.write_text(description.read_text()[:20] if change == "cut" else "[1]")
     else:
         describe(library, **change)
     with caplog.at_level(logging.WARNING):
@@ -77,6 +92,26 @@ def test_what_does_not_fit_is_not_loaded_and_said(
     with pytest.raises(RunError, match="ASCEND_KV_OPERATORS=native, but"):
         native.load_cpu_operators(library)
     assert LOADED == []
+
+
+@pytest.mark.parametrize("wanted", ["auto", "native"])
+def test_a_library_that_does_not_load_is_said(
+    library: Path,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(path: str) -> None:
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(torch.ops, "load_library", broken)
+    monkeypatch.setenv(native.VARIABLE, wanted)
+    if wanted == "native":
+        with pytest.raises(RunError, match="undefined symbol"):
+            native.load_cpu_operators(library)
+    else:
+        assert not native.load_cpu_operators(library)
+        assert "do not load (undefined symbol)" in caplog.text
 
 
 def test_the_reference_may_be_asked_for(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

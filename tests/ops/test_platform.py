@@ -111,13 +111,15 @@ def test_memory_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "expected"),
+    ("limit", "used", "files", "expected"),
     [
-        (None, None, (4096 * 1024, 8192 * 1024)),
-        ("max", "5", (4096 * 1024, 8192 * 1024)),
-        (str(2**22), "1048576", (2**22 - 2**20, 2**22)),
-        (str(7 * 2**20), "1048576", (2**22, 7 * 2**20)),
-        (str(2**20), str(2**21), (0, 2**20)),
+        (None, None, None, (4096 * 1024, 8192 * 1024)),
+        ("max", "5", None, (4096 * 1024, 8192 * 1024)),
+        (str(2**22), "1048576", None, (2**22 - 2**20, 2**22)),
+        (str(2**22), "1048576", 2**18, (2**22 - 2**20 + 2**18, 2**22)),
+        (str(2**22), str(2**22), 2**21, (2**21, 2**22)),
+        (str(7 * 2**20), "1048576", 0, (2**22, 7 * 2**20)),
+        (str(2**20), str(2**21), 2**10, (0, 2**20)),
     ],
 )
 def test_memory_of_a_container(
@@ -125,6 +127,7 @@ def test_memory_of_a_container(
     tmp_path: Path,
     limit: str | None,
     used: str | None,
+    files: int | None,
     expected: tuple[int, int],
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 8192 kB\nMemFree: 1 kB\nMemAvailable: 4096 kB\n")
@@ -133,6 +136,9 @@ def test_memory_of_a_container(
     for name, content in (("memory.max", limit), ("memory.current", used)):
         if content is not None:
             (tmp_path / name).write_text(content)
+    if files is not None:
+        stat = f"anon 7\nfile {2 * files}\ninactive_anon 5\ninactive_file {files}\nactive_file 9\n"
+        (tmp_path / "memory.stat").write_text(stat)
     assert (platform.free_memory_bytes("cpu"), platform.total_memory_bytes("cpu")) == expected
 
 

@@ -77,6 +77,7 @@ class _Job:
             quick=evaluation.quick,
             machine=this_machine(evaluation.device, torch.get_num_threads()),
             operators=platform.implementations(evaluation.device),
+            whole_number_bits=platform.whole_number_bits(evaluation.device),
             model=evaluation.model,
             text=evaluation.text,
             recipe=evaluation.recipe_as_run(),

@@ -157,6 +157,8 @@ class EvalResult:
     machine: Machine
     operators: dict[str, str]
     """Which implementation serves each operator on this device, called or not."""
+    whole_number_bits: int | None
+    """Bits to which compiled attention rounds what codes are multiplied with; None: float32's."""
     model: ModelInfo
     text: TextInfo
     recipe: dict[str, Any]
