@@ -116,7 +116,7 @@ def test_the_sanitizers_are_awake(sanitized: Path) -> None:
     assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("tests", ["ops", "test_native_operators.py"])
+@pytest.mark.parametrize("tests", ["ops", "test_native_operators.py", "test_by_block_scales.py"])
 def test_operators(sanitized: Path, tests: str) -> None:
     names = [source.parent.name for source in SOURCES if source.parent != KERNELS]
     names.append("attention_offset")
@@ -129,10 +129,10 @@ def test_operators(sanitized: Path, tests: str) -> None:
 
 
 def test_attention_in_words(sanitized_words: Path) -> None:
-    file = "ops/test_paged_attention_int8.py"
-    check_passed(
-        run_python(sanitized_words, "-m", "pytest", "-q", "-x", "-p", "under_sanitizers", file)
-    )
+    names = ("paged_attention_int8", "paged_attention", "attention_offset")
+    files = [*(f"ops/test_{name}.py" for name in names), "test_by_block_scales.py"]
+    arguments = ("-q", "-x", "-p", "under_sanitizers", "-k", "not opcheck and not reference")
+    check_passed(run_python(sanitized_words, "-m", "pytest", *arguments, *files))
 
 
 def check_passed(done: subprocess.CompletedProcess[str]) -> None:

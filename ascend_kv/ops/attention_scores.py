@@ -8,7 +8,7 @@ query heads of a group::
     scores[n, j] = sum_t sum_(h in group n) p[t, h, j]
 
 Divided by the number of queries and heads it is their mean; the policies' pooling over
-neighbouring tokens is theirs.
+neighbouring tokens is theirs. The engine evicts nothing yet: this is for whoever does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``kv_cache_move``: blocks, or single slots, to other places, with all that belongs to them.
 
-Serves swapping to the host and back, copy on write, and compaction after eviction. Nothing is
-computed: bytes are copied, scales, zero points and positions like keys and values. In a tensor
+For swapping, copy on write and compaction, which the engine does not do yet. Nothing is computed:
+bytes are copied, scales, zero points and positions like keys and values. In a tensor
 ``[K, N or 1, S, ...]``::
 
     unit "block"   indices [n]      destination[to]                 <- source[from]
