@@ -37,6 +37,7 @@ from ascend_kv.evaluate.surroundings import (
 )
 from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
+from ascend_kv.whole_files import write_whole
 
 _CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8",
@@ -126,8 +127,8 @@ def run_doctor(
     if as_json:
         print(json.dumps(report, indent=1))
     if directory is not None:
-        (directory / "doctor.txt").write_text(text.getvalue(), encoding="utf-8")
-        (directory / "doctor.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_whole(directory / "doctor.txt", text.getvalue())
+        write_whole(directory / "doctor.json", json.dumps(report, indent=1))
         log.say(f"Report: {directory / 'doctor.txt'}, {directory / 'doctor.json'}")
     if complaints:
         raise RunError("; ".join(complaints))

@@ -20,6 +20,7 @@ from ascend_kv.geometry import FORMATS
 from ascend_kv.integrations.loading import LoadedModel
 from ascend_kv.llm import LLM
 from ascend_kv.ops import platform
+from ascend_kv.whole_files import write_whole
 
 SCHEMA = "ascend_kv.profile_workload/1"
 WORKLOAD = "workload.json"
@@ -87,7 +88,7 @@ def _record(
             decode(llm, batch, context[-1], position, blocks, block_size)
             step()
     note = _workload(llm, loaded, kv_cache_dtype, batch, recorded)
-    (folder / WORKLOAD).write_text(json.dumps(note, indent=1), encoding="utf-8")
+    write_whole(folder / WORKLOAD, json.dumps(note, indent=1))
 
 
 def _workload(

@@ -31,6 +31,7 @@ from ascend_kv.evaluate.tables import (
 )
 from ascend_kv.evaluate.workload import LengthRecipe
 from ascend_kv.text_table import TextTable
+from ascend_kv.whole_files import cannot_write, write_whole
 
 _PROBE_BYTES = 4 << 20
 """More than a report and its plots take."""
@@ -282,23 +283,3 @@ def _markdown_sample(sample: Sample) -> str:
 
 def _quote(text: str) -> str:
     return "\n".join(f"> {line}" for line in text.strip().splitlines() or [""])
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        RunError: it cannot be written; an older one is still there then.
-    """
-    unfinished = path.with_suffix(path.suffix + ".part")
-    try:
-        unfinished.write_text(content, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise RunError(cannot_write(path, error)) from error
-
-
-def cannot_write(path: Path, error: OSError) -> str:
-    """What a user is told about a file that cannot be written."""
-    return f"{path} cannot be written: {error.strerror or error}. Name another place with --output"

@@ -28,6 +28,7 @@ from torch import nn
 from ascend_kv.errors import UsageError
 from ascend_kv.geometry import ModelGeometry
 from ascend_kv.integrations.key_weights import find_attention
+from ascend_kv.whole_files import written_whole
 
 Tensor = torch.Tensor
 
@@ -63,9 +64,14 @@ def statistics_entries(
 
 
 def save_statistics(entries: Mapping[str, Any], path: str | Path) -> None:
-    """Write such a mapping as a safetensors file."""
+    """Write such a mapping as a safetensors file, whole or not at all.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     tensors = {name: value for name, value in entries.items() if name != METADATA}
-    save_file(tensors, path, metadata=dict(entries[METADATA]))
+    with written_whole(Path(path)) as unfinished:
+        save_file(tensors, unfinished, metadata=dict(entries[METADATA]))
 
 
 def load_statistics(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ascend_kv.errors import UsageError
 from ascend_kv.plan.fitting import least_relative_squares
 from ascend_kv.plan.performance import Clock, Load, StepTime
+from ascend_kv.whole_files import write_whole
 
 SCHEMA = "ascend_kv.calibration/1"
 BATCHES = (0, 1, 4, 8, 16, 32)
@@ -166,7 +167,7 @@ class Calibration:
             "model": self.model,
             "formats": {name: asdict(costs) for name, costs in self.formats.items()},
         }
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_calibration(path: Path) -> Calibration:

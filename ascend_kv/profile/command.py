@@ -18,6 +18,7 @@ from ascend_kv.profile.report import (
 )
 from ascend_kv.profile.summary import Profile, read_profile
 from ascend_kv.text_table import TextTable
+from ascend_kv.whole_files import write_whole
 
 EXAMPLES = """\
 What it does:
@@ -89,7 +90,7 @@ def run_profile(
     files = []
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "profile.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_whole(directory / "profile.json", json.dumps(content, indent=1))
         files = [directory / name for name in ("profile.json", *draw_plots(profiles, directory))]
     return Report(profile, tables, content, files)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv.errors import RunError, UsageError
-from ascend_kv.evaluate.report import cannot_write, write_whole
+from ascend_kv.whole_files import cannot_write, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,38 @@
+"""Files that are written whole or not at all: an interruption leaves the older one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ascend_kv.errors import RunError
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` to write to, which becomes ``path`` when all went well.
+
+    Raises:
+        RunError: it cannot be written; an older file is still there then.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise RunError(cannot_write(path, error)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """The same for a text, in UTF-8."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(content, encoding="utf-8")
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """What a user is told about a file or folder that cannot be written."""
+    return f"{path} cannot be written: {error.strerror or error}. Name another place with --output"
