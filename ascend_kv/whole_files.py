@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ascend_kv.errors import RunError
@@ -24,7 +24,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise RunError(cannot_write(path, error)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # as where its folder is none
+            unfinished.unlink()
 
 
 def write_whole(path: Path, content: str) -> None:

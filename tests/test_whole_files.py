@@ -45,3 +45,6 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         write_whole(tmp_path / "a.json", "text")
     with pytest.raises(RunError, match="No such file"):
         write_whole(tmp_path / "nowhere" / "a.json", "text")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="Not a directory"):
+        write_whole(tmp_path / "file" / "a.json", "text")
