@@ -7,7 +7,6 @@ everything works all the same, on the Python references.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from setuptools import Extension, setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
-from build_npu import add_npu_kernels
+from build_npu import add_npu_kernels, read_module
 
 ROOT = Path(__file__).resolve().parent
 
@@ -36,28 +35,13 @@ CPU_FLAGS = (
     "-fvisibility=hidden",
     "-Wno-psabi",
 )
-# The first of these that this CPU has and the compiler knows is compiled for (cpu_vector.h,
-# cpu_word_unit.h and cpu_matrix_unit.h of op_kernels); none above ASCEND_KV_CPU_LEVEL, for a
-# library that also serves lesser CPUs. The features' names are those of /proc/cpuinfo; flags_of
-# makes the compiler's of them. On ARM none is needed.
-AVX2 = ("avx2", "fma", "f16c")
-AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", *AVX2)
-CPU_LEVELS = {
-    "amx": (*AVX512, "amx_tile", "amx_int8"),
-    "avx512": AVX512,
-    "avx2": AVX2,
-    "baseline": (),
-}
+targets = read_module("build_targets.py")
+CPU_LEVELS: dict[str, tuple[str, ...]] = targets.CPU_LEVELS
 
 
 def say(message: str) -> None:
     """For whoever reads the build's output; pip shows it with -v, or when the build fails."""
     print(f"[ascend_kv] {message}", file=sys.stderr)
-
-
-def flags_of(features: tuple[str, ...]) -> list[str]:
-    """The compiler's flags for CPU features."""
-    return [f"-m{feature.replace('_', '-')}" for feature in features]
 
 
 def compiles(flags: list[str]) -> bool:
@@ -81,17 +65,12 @@ def cpu_features() -> tuple[str, ...]:
         raise SystemExit(f"ASCEND_KV_CPU_LEVEL is {widest!r}; legal are {', '.join(CPU_LEVELS)}")
     allowed = list(CPU_LEVELS.values())[list(CPU_LEVELS).index(widest) :]
     levels = (level for level in allowed if set(level) <= set(found))
-    return next(level for level in levels if not level or compiles(flags_of(level)))
+    return next(level for level in levels if not level or compiles(targets.flags_of(level)))
 
 
 def sources_digest() -> str | None:
     """As ``ascend_kv.ops.native`` computes it; that package is not imported, it needs torch."""
-    file = ROOT / "ascend_kv" / "ops" / "native_sources.py"
-    spec = importlib.util.spec_from_file_location("native_sources", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    digest: str | None = module.digest()
+    digest: str | None = read_module("ops/native_sources.py").digest()
     return digest
 
 
@@ -172,7 +151,7 @@ def cpu_operators() -> dict[str, Any]:
         include_dirs=cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         libraries=["c10", "torch_cpu"],
-        extra_compile_args=[*CPU_FLAGS, *flags_of(features)],
+        extra_compile_args=[*CPU_FLAGS, *targets.flags_of(features)],
         language="c++",
     )
     command = BuildOperators.with_options(no_python_abi_suffix=True)

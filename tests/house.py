@@ -20,7 +20,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("architectures", "cache_formats", "compressed_layers", "gguf_header", "untrained_compression"),
     ("format_names",),
-    ("geometry", "devices", "registry", "metrics", "text_table", "plot_style", "whole_files"),
+    (
+        *("geometry", "devices", "build_targets", "registry", "metrics"),
+        *("text_table", "plot_style", "whole_files"),
+    ),
     ("model_files", "user_values"),
     ("config",),
     ("resolved_cache",),

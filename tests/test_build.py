@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_harness import twin
-from setup_tables import setup_tables
 
+from ascend_kv.build_targets import CPU_LEVELS, flags_of
 from ascend_kv.ops import native_sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,10 +31,10 @@ NOWHERE = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
 @pytest.mark.skipif(twin.find_compiler() is None, reason="no C++ compiler (g++ or clang++)")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are levels of x86")
-@pytest.mark.parametrize("level", setup_tables()["CPU_LEVELS"])
+@pytest.mark.parametrize("level", CPU_LEVELS)
 def test_the_vector_code_of_every_level_compiles(level: str) -> None:
     """Also of CPUs that have more than this one: its syntax and types at least."""
-    flags = [f"-m{name.replace('_', '-')}" for name in setup_tables()["CPU_LEVELS"][level]]
+    flags = flags_of(CPU_LEVELS[level])
     command = [str(twin.find_compiler()), "-std=c++20", "-fsyntax-only", "-Wno-psabi", *flags]
     nothing = ["-x", "c++", os.devnull]
     if subprocess.run([*command, *nothing], capture_output=True).returncode:
@@ -51,7 +51,9 @@ def test_the_vector_code_of_every_level_compiles(level: str) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     scripts = ("setup.py", "tools/build_npu.py", "pyproject.toml")
-    package = ("ascend_kv/__init__.py", "ascend_kv/ops/native_sources.py")
+    package = tuple(
+        f"ascend_kv/{name}.py" for name in ("__init__", "build_targets", "ops/native_sources")
+    )
     for name in (*scripts, "README.md", "LICENSE", *package):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -103,7 +103,7 @@ def test_cann_is_checked(build_npu: ModuleType, tmp_path: Path) -> None:
         info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\narch=aarch64\n")
         assert build_npu.check_cann(tmp_path) == tmp_path
     info.write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\n")
-    with pytest.raises(build_npu.BuildProblem, match=r"version 8 .*9\.0 or newer"):
+    with pytest.raises(build_npu.BuildProblem, match=r"version 8\.5\.0, 9\.0 or newer"):
         build_npu.check_cann(tmp_path)
 
 

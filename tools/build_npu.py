@@ -17,17 +17,31 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 MODULE = "ascend_kv.ops._npu"  # a library to load, not to import
-SOURCES = Path(__file__).resolve().parents[1] / "op_kernels"
-OLDEST_CANN = 9
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "op_kernels"
 # Chips whose vector cores the kernels are written for (dav-c220), as CANN names them.
 KNOWN_CHIPS = ("Ascend910B", "Ascend910_93")
 CPU_ONLY = "or unset ASCEND_HOME_PATH to install for the CPU only"
+
+
+def read_module(name: str) -> ModuleType:
+    """A file of the package as a module, by its path: the package may not be importable yet."""
+    file = ROOT / "ascend_kv" / name
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+targets = read_module("build_targets.py")
 
 
 class BuildProblem(SystemExit):
@@ -110,13 +124,12 @@ def check_cann(home: Path) -> Path:
     """CANN's folder, if it is there and not too old."""
     if not home.is_dir():
         raise BuildProblem(f"ASCEND_HOME_PATH={home} is no folder. Source CANN's set_env.sh")
-    for info in (*home.glob("*/ascend_toolkit_install.info"), *home.glob("*/version.info")):
-        found = re.search(r"^version\s*=\s*\D*(\d+)\.", info.read_text(), re.I | re.M)
-        if found and int(found[1]) < OLDEST_CANN:
-            raise BuildProblem(
-                f"CANN in {home} is version {found[1]} ({info.name}), {OLDEST_CANN}.0 or newer is "
-                f"needed. Install it and source its set_env.sh, {CPU_ONLY}"
-            )
+    version = targets.cann_version(home)
+    if targets.is_too_old(version):
+        raise BuildProblem(
+            f"CANN in {home} is version {version}, {targets.OLDEST_CANN}.0 or newer is needed. "
+            f"Install it and source its set_env.sh, {CPU_ONLY}"
+        )
     return home
 
 

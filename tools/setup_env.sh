@@ -34,7 +34,7 @@ has_cann() { [[ -n ${ASCEND_HOME_PATH:-} && -d ${ASCEND_HOME_PATH} ]]; }
 # operators are made from their sources, by a compiler, for a CPU. $1: extras
 fingerprint() {
   {
-    cat "$ROOT/pyproject.toml" "$ROOT/setup.py" "$CONSTRAINTS"
+    cat "$ROOT/pyproject.toml" "$ROOT/setup.py" "$ROOT/ascend_kv/build_targets.py" "$CONSTRAINTS"
     if has_cann; then  # the kernels are built with the package
       cat "$ROOT"/tools/build_npu.py "$ROOT"/op_kernels/*.* "$ROOT"/op_kernels/*/*.*
     fi

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_kv import __version__
+from ascend_kv.build_targets import CPU_LEVELS, OLDEST_CANN, cann_version, is_too_old
 from ascend_kv.devices import DEVICES, get_device
 from ascend_kv.errors import RunError
 from ascend_kv.evaluate import twin
@@ -39,9 +40,9 @@ from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import format_bytes
 from ascend_kv.whole_files import write_whole
 
+# What the operators are compiled for, and what else tells CPUs apart.
 _CPU_FEATURES = (
-    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8",
-    "asimd", "asimdhp", "sve", "bf16",
+    *CPU_LEVELS["amx"], "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "sve", "bf16",
 )  # fmt: skip
 _INSTALL = "pip install -c tools/constraints.txt -e ."
 _INSTALL_NPU = 'pip install -c tools/constraints.txt -e ".[npu]"'
@@ -241,27 +242,18 @@ def _cann() -> list[Finding]:
         found = next((path for path in _SET_ENV if Path(path).expanduser().is_file()), None)
         if found:
             return [Finding("CANN", BROKEN, "installed, set_env.sh not sourced", f"source {found}")]
-        advice = "only an NPU needs it: install CANN 9.0 or newer, then source its set_env.sh"
+        wanted = f"install CANN {OLDEST_CANN}.0 or newer, then source its set_env.sh"
+        advice = f"only an NPU needs it: {wanted}"
         return [Finding("CANN", ABSENT, "ASCEND_HOME_PATH is not set", advice)]
     if not Path(home).is_dir():
         advice = "source the set_env.sh of the CANN that is installed"
         return [Finding("CANN", BROKEN, f"ASCEND_HOME_PATH={home} is no directory", advice)]
     version = cann_version(Path(home))
     value = f"{version or 'version unknown'}, {home} (set_env.sh sourced)"
-    if version and int(version.split(".")[0]) < 9:
-        return [Finding("CANN", BROKEN, value, "the kernels want CANN 9.0 or newer")]
+    if is_too_old(version):
+        advice = f"the kernels want CANN {OLDEST_CANN}.0 or newer"
+        return [Finding("CANN", BROKEN, value, advice)]
     return [Finding("CANN", OK, value)]
-
-
-def cann_version(home: Path) -> str | None:
-    """The toolkit's version, from the files that its releases keep it in; None if in none."""
-    places = ("version.info", "version.cfg", "compiler/version.info", "runtime/version.info")
-    files = [*(home / place for place in places), *home.glob("*/ascend_toolkit_install.info")]
-    for file in files:
-        found = re.search(r"(?im)^\s*\w*version\w*\s*=.*?(\d+\.\d+[\w.]*)", _read(file))
-        if found:
-            return found[1]
-    return None
 
 
 def _libraries() -> list[Finding]:
