@@ -121,7 +121,10 @@ def test_operators(sanitized: Path, tests: str) -> None:
     names = [source.parent.name for source in SOURCES if source.parent != KERNELS]
     names.append("attention_offset")
     files = [f"ops/test_{name}.py" for name in names] if tests == "ops" else [tests]
-    chosen = ("-k", "native and not opcheck and not millionth") if tests == "ops" else ()
+    chosen = {
+        "ops": ("-k", "native and not opcheck and not millionth"),
+        "test_by_block_scales.py": ("-k", "not reference and not window and not bias"),
+    }.get(tests, ())
     done = run_python(
         sanitized, "-m", "pytest", "-q", "-x", "-p", "under_sanitizers", *chosen, *files
     )
