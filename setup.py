@@ -129,10 +129,7 @@ def cpu_operators() -> dict[str, Any]:
                 "sources": sources_digest(),
             }
             library = Path(self.get_ext_fullpath(CPU_MODULE))
-            # whole or not at all: a build may be interrupted
-            part = library.with_suffix(".json.part")
-            part.write_text(json.dumps(made_for))
-            part.replace(library.with_suffix(".json"))
+            library.with_suffix(".json").write_text(json.dumps(made_for))
 
         def copy_extensions_to_source(self) -> None:
             super().copy_extensions_to_source()

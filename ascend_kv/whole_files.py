@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     Raises:
         RunError: it cannot be written; an older file is still there then.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield unfinished
         os.replace(unfinished, path)
@@ -36,4 +37,4 @@ def write_whole(path: Path, content: str) -> None:
 
 def cannot_write(path: Path, error: OSError) -> str:
     """What a user is told about a file or folder that cannot be written."""
-    return f"{path} cannot be written: {error.strerror or error}. Name another place with --output"
+    return f"{path} cannot be written: {error.strerror or error}. Name another place"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import fill_disk
 from kernel_harness import needs_compiler
 
 from ascend_kv import cli
@@ -162,6 +163,15 @@ def test_what_is_broken_ends_with_code_1(
     assert {"name", "state", "value", "advice"} == set(report["environment"][0])
     assert "CANN: installed, set_env.sh not sourced" in printed.err
     assert "broken  CANN" in (tmp_path / "a" / "b" / "doctor.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["doctor.txt", "doctor.json"])
+def test_an_older_report_outlives_a_full_disk(
+    bare: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, tmp_path / name)
+    assert cli.main(["doctor", "--output", str(tmp_path)]) == 1
+    assert (tmp_path / name).read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_every_name_has_a_place_of_its_own(tmp_path: Path, names: tuple[str, str
         ({"tasks": {"perplexity": {"windows": 5}}}, "tasks.perplexity.windows"),
         ({"policies": {"int8": {}}}, "policies.int8.kv_cache_dtype"),
         ({"text": "other"}, "text"),
+        ({"came_later": None}, "came_later"),
     ],
 )
 def test_other_settings_are_refused_by_name(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from ascend_kv.evaluate.quality.recipe import (
 from ascend_kv.evaluate.quality.results import EvalResult
 from ascend_kv.evaluate.quality.tables import tables
 from ascend_kv.evaluate.recipe import WindowRecipe
-from ascend_kv.ops import platform
+from ascend_kv.ops import platform, registration
 
 DOCUMENT = Path(__file__).parents[1] / "recipes" / "eval.md"
 NAMES = [UNQUANTIZED, "int8", "mixed", "fp8"]
@@ -189,15 +190,25 @@ def test_going_on_with_other_arithmetic_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_evaluation(make_recipe(model), tmp_path)
-    told = platform.implementations("cpu")
-    told["paged_attention"] += "; reference for lists of entries (3 calls)"
-    monkeypatch.setattr(platform, "implementations", lambda device: told)
+    calls = Counter({("paged_attention", "cpu", "lists of entries"): 3})
+    monkeypatch.setattr(registration, "_handed_over", calls)
     make_evaluation(make_recipe(model), tmp_path)  # calls that went elsewhere matter to no cell
-    bits = platform.whole_number_bits("cpu")
-    monkeypatch.setattr(platform, "whole_number_bits", lambda device: 16 if bits is None else None)
+    monkeypatch.setattr(platform, "whole_number_bits", lambda device: 24)
     with pytest.raises(UsageError) as caught:
         make_evaluation(make_recipe(model), tmp_path)
     assert caught.value.field == "whole_number_bits"
+
+
+@pytest.mark.parametrize("bits", [None, 24])
+def test_the_report_says_the_arithmetic(
+    model: Path, tmp_path: Path, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "whole_number_bits", lambda device: bits)
+    evaluation = make_evaluation(make_recipe(model, tasks=("copy",)), tmp_path)
+    result = run_eval(evaluation, lambda result: None)
+    assert result.as_json()["whole_number_bits"] == bits
+    told = "Attention over codes: whole numbers of 24 bits." in report.markdown(result, [])
+    assert told == (bits is not None)
 
 
 def test_another_checkpoint_of_the_same_name_and_size_is_refused(

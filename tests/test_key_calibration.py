@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conditioned_models import MODELS, formats_of, load_uneven, random_tokens, run_in_chunks
+from full_disk import fill_disk
 from safetensors.torch import load_file
 
 from ascend_kv.config import CacheConfig
-from ascend_kv.errors import UsageError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate.calibration import calibrate_keys, calibrate_scales, calibration_text
 from ascend_kv.integrations.key_calibration import PIECE_TOKENS, read_key_calibration
 from ascend_kv.integrations.key_planning import condition_keys
@@ -121,6 +122,16 @@ def test_stored_keys_lack_their_mean(llama: LoadedModel) -> None:
     finally:
         llama.folding.use(None)
     assert llama.hf_model.model.layers[0].self_attn.k_proj.bias is None
+
+
+def test_older_statistics_outlive_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.safetensors"
+    fill_disk(monkeypatch, path)
+    with pytest.raises(RunError, match="No space left"):
+        save_statistics({"mean": torch.zeros(2), METADATA: {"model": "a"}}, path)
+    assert path.read_text() == "old"
 
 
 def test_a_file_gives_what_the_mapping_gives(llama: LoadedModel, tmp_path: Path) -> None:

@@ -160,8 +160,7 @@ def test_a_stream_lost_in_a_step_of_another_call_ends_with_an_error(
 
 def test_an_aborted_stream_ends_with_what_it_has(llm: LLM) -> None:
     stream = llm.stream(["one"], GREEDY)
-    _, first = 0, next(stream)
-    llm.abort_request(first.request_id)
+    llm.abort_request(next(stream).request_id)
     (last,) = stream
     assert last.finished and last.outputs[0].finish_reason == "abort"
 

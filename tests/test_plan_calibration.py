@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import fill_disk
 from refusals import refused
 from tiny_models import make_model
 
 from ascend_kv import cli
-from ascend_kv.errors import UsageError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.plan import calibration
 from ascend_kv.plan.calibration import (
     BATCHES,
@@ -107,6 +108,16 @@ def test_a_calibration_is_written_and_read(tmp_path: Path) -> None:
     assert (low, best, high) == pytest.approx((1.5, 2.0, 2.5))
     error = refused(UsageError, calibration.clocks, "float16")
     assert error.field == "--formats" and "--calibrate --formats float16" in error.hint
+
+
+def test_an_older_calibration_outlives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    fill_disk(monkeypatch, path)
+    with pytest.raises(RunError, match="No space left"):
+        Calibration("a processor", "a model", {}).write(path)
+    assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "x"}', '{"schema": 1}'])

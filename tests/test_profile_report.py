@@ -12,6 +12,7 @@ from typing import Any
 
 import profile_files as made
 import pytest
+from full_disk import fill_disk
 from profile_files import KERNEL_DETAILS, made_run
 
 from ascend_kv import cli
@@ -276,6 +277,14 @@ def test_a_folder_for_results_that_cannot_be_made(
 ) -> None:
     assert cli.main(["profile", str(table), "--output", str(table / "below")]) == 1
     assert "kernel_details.csv" in capsys.readouterr().err
+
+
+def test_an_older_report_outlives_a_full_disk(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, tmp_path / "profile.json")
+    assert cli.main(["profile", str(table), "--output", str(tmp_path)]) == 1
+    assert (tmp_path / "profile.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("kind", ["table", "trace"])

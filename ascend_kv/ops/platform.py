@@ -123,7 +123,12 @@ def implementations(device: str | None = None) -> dict[str, str]:
     ``CANN's fused attention; decode: paged (12 calls), prefill: loaded (prefill cache) (3 calls)``.
     """
     where = find_device() if device is None else device
-    return {name: _implementation(name, where) for name in ops.__all__}
+    return {name: f"{served}{_elsewhere(name, where)}" for name, served in served_by(where).items()}
+
+
+def served_by(device: str) -> dict[str, str]:
+    """``implementations`` without the calls that went elsewhere so far."""
+    return {name: _served_by(name, device) for name in ops.__all__}
 
 
 def whole_number_bits(device: str) -> int | None:
@@ -133,14 +138,20 @@ def whole_number_bits(device: str) -> int | None:
     return native.whole_number_bits()
 
 
-def _implementation(name: str, device: str) -> str:
+def _served_by(name: str, device: str) -> str:
     if not has_kernel(name, device):
         return "reference"
+    return _FUSED if (name, device) == ("paged_attention", "npu") else "native"
+
+
+def _elsewhere(name: str, device: str) -> str:
+    if not has_kernel(name, device):
+        return ""
     if (name, device) == ("paged_attention", "npu"):
         ways = [f"{words} ({way.calls} calls)" for words, way in attention_routes().items()]
-        return f"{_FUSED}; {', '.join(ways)}" if ways else _FUSED
+        return f"; {', '.join(ways)}" if ways else ""
     reasons = [f"{reason} ({count} calls)" for reason, count in handed_over(name, device).items()]
-    return f"native; reference for {', '.join(reasons)}" if reasons else "native"
+    return f"; reference for {', '.join(reasons)}" if reasons else ""
 
 
 def register_npu_operators() -> bool:

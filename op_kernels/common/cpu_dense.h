@@ -10,7 +10,6 @@
 
 namespace ascend_kv::cpu {
 
-
 // Where a row of D values lies; D itself is contiguous.
 struct DenseRows {
   char* data;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "cpu_operators.h"
@@ -22,10 +23,10 @@ struct Name {
   constexpr Name(const char (&given)[N]) { std::copy(given, given + N, text); }
 };
 
-inline void tell_handed_over(const std::string& name) {
-  const std::string reason = not_served ? not_served : "arguments that it does not serve";
+inline void tell_handed_over(const std::string& name, const char* reason) {
+  const std::string told = reason ? reason : "arguments that it does not serve";
   torch::jit::Stack stack;
-  torch::jit::push(stack, name.substr(name.rfind(':') + 1), std::string("cpu"), reason);
+  torch::jit::push(stack, name.substr(name.rfind(':') + 1), std::string("cpu"), told);
   c10::Dispatcher::singleton()
       .findSchemaOrThrow("ascend_kv_reference::handed_over", "")
       .callBoxed(stack);
@@ -37,12 +38,13 @@ Result call_reference(Arguments... arguments) {
   static const auto reference = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow(NAME.text, "")
                                     .template typed<Result(Arguments...)>();
+  const char* reason = not_served;  // the reference may call operators itself
   if constexpr (std::is_void_v<Result>) {
     reference.call(std::forward<Arguments>(arguments)...);
-    tell_handed_over(NAME.text);
+    tell_handed_over(NAME.text, reason);
   } else {
     Result result = reference.call(std::forward<Arguments>(arguments)...);
-    tell_handed_over(NAME.text);
+    tell_handed_over(NAME.text, reason);
     return result;
   }
 }

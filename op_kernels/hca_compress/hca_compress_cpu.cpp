@@ -14,7 +14,6 @@
 namespace ascend_kv::cpu {
 namespace {
 
-
 // Values or gates [T, C], and those of the window before this call [B, ratio, D].
 struct Tokens {
   const char* data = nullptr;
@@ -212,9 +211,8 @@ std::optional<at::Tensor> hca_compress(
   }
   if (rotary_table) {
     if (rotary_dim <= 0 || rotary_dim % 2 || rotary_dim > call.dim || rotary_table->dim() != 3 ||
-        rotary_table->size(0) == 0 ||
         rotary_table->size(1) != rotary_dim / 2 || rotary_table->size(2) != 2 ||
-        (last >= 0 && (rotary_table->size(0) - 1) / ratio < last))
+        (last >= 0 && (!rotary_table->size(0) || (rotary_table->size(0) - 1) / ratio < last)))
       return {};
     table = as_floats(*rotary_table);
     call.turns = table.const_data_ptr<float>();

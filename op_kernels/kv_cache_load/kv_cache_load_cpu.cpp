@@ -11,7 +11,6 @@
 namespace ascend_kv::cpu {
 namespace {
 
-
 // What stored keys lack: R(n) times an offset, half-split.
 struct Offset {
   const float* data = nullptr;  // [N, D], contiguous, as the table

@@ -65,7 +65,8 @@ def test_where_all_is_tested_the_operators_are_built() -> None:
         (None, "no native CPU operators were built"),
         ("no library", "no native CPU operators were built"),
         ("cut", "does not say what the native CPU operators were built for"),
-        ("a list", "does not say what the native CPU operators were built for"),
+        ("[1]", "does not say what the native CPU operators were built for"),
+        ("{}", "does not say what the native CPU operators were built for"),
     ],
 )
 def test_what_does_not_fit_is_not_loaded_and_said(
@@ -81,7 +82,7 @@ def test_what_does_not_fit_is_not_loaded_and_said(
     elif change == "no library":
         library.unlink()
     elif isinstance(change, str):
-        description.write_text(description.read_text()[:20] if change == "cut" else "[1]")
+        description.write_text(description.read_text()[:20] if change == "cut" else change)
     else:
         describe(library, **change)
     with caplog.at_level(logging.WARNING):

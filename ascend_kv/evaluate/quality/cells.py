@@ -30,6 +30,8 @@ _SCHEMA = "ascend_kv.eval.cells/2"
 _DIGITS = 9
 _OPEN = ("tasks", "policies")
 """Settings whose names may become more."""
+_NOT_SAID = "(not said)"
+"""stands for a name that is not there, as of a setting that came later; null is a value"""
 
 
 class CellStore:
@@ -129,7 +131,7 @@ def _first_difference(
 ) -> tuple[str, Any, Any] | None:
     names = before.keys() & given.keys() if prefix in _OPEN else before.keys() | given.keys()
     for name in sorted(names):
-        old, new = before.get(name), given.get(name)
+        old, new = before.get(name, _NOT_SAID), given.get(name, _NOT_SAID)
         where = f"{prefix}.{name}" if prefix else name
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             inner = _first_difference(old, new, where)

@@ -235,11 +235,7 @@ class Evaluation:
             "block_size": self.reference.block_size,
             "chunk_tokens": self.chunk_tokens,
             "versions": {name: versions[name] for name in _VERSIONS},
-            # without the calls that went elsewhere so far
-            "operators": {
-                name: served.partition(";")[0]
-                for name, served in platform.implementations(self.device).items()
-            },
+            "operators": platform.served_by(self.device),
             "whole_number_bits": platform.whole_number_bits(self.device),
             "tasks": sections,
             "policies": {

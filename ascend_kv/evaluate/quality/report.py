@@ -70,6 +70,8 @@ def markdown(result: EvalResult, plots: list[str]) -> str:
     parts += [f"![{Path(name).stem}]({name})" for name in plots]
     served = ", ".join(f"{name}: {by}" for name, by in sorted(result.operators.items()))
     parts.append(f"Operators on this device, whether the run called them or not: {served}.")
+    if result.whole_number_bits:
+        parts.append(f"Attention over codes: whole numbers of {result.whole_number_bits} bits.")
     return "\n\n".join(parts) + "\n"
 
 
