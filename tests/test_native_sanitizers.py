@@ -119,7 +119,7 @@ def test_the_sanitizers_are_awake(sanitized: Path) -> None:
 @pytest.mark.parametrize("tests", ["ops", "test_native_operators.py", "test_by_block_scales.py"])
 def test_operators(sanitized: Path, tests: str) -> None:
     names = [source.parent.name for source in SOURCES if source.parent != KERNELS]
-    names.append("attention_offset")
+    names += ["attention_offset", "kv_cache_store_static"]
     files = [f"ops/test_{name}.py" for name in names] if tests == "ops" else [tests]
     chosen = {
         "ops": ("-k", "native and not opcheck and not millionth"),

@@ -157,8 +157,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def operator_of(module: ModuleType) -> str:
-    """What ``test_<operator>.py`` tests."""
-    return module.__name__.rpartition("test_")[2]
+    """What ``test_<operator>.py`` tests, or a module that says so in ``OPERATOR``."""
+    named: str = getattr(module, "OPERATOR", module.__name__.rpartition("test_")[2])
+    return named
 
 
 @pytest.fixture(autouse=True)

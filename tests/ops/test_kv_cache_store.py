@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,87 +10,23 @@ import oracle
 import oracle_formats
 import pytest
 import torch
+from store_target import (
+    LOW_BITS,
+    K,
+    N,
+    S,
+    Target,
+    assert_quantized,
+    bytes_of,
+    draw,
+    low_bit_target,
+    slots_for,
+)
 
 from ascend_kv import ops
 from ascend_kv.errors import UsageError
 from ascend_kv.formats import format_of
 from ascend_kv.geometry import format_spec
-
-K, N, S = 7, 2, 16
-
-
-class Target:
-    """Caches and parameters full of garbage, and a copy of it to see what changed."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype = torch.int8,
-        granularity: str = "token_head",
-        symmetric: bool = True,
-        dim: int = 40,
-        block_size: int = S,
-    ) -> None:
-        shape = (K, N, block_size, dim)
-        if dtype == torch.int8:
-            self.caches = [torch.randint(-128, 128, shape, dtype=dtype) for _ in range(2)]
-        else:
-            self.caches = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
-        self.scales: dict[str, torch.Tensor] = {}
-        if dtype == torch.int8:
-            heads = N if granularity == "token_head" else 1
-            for name in ("scale",) if symmetric else ("scale", "zero_point"):
-                for side in ("key", "value"):
-                    self.scales[f"{side}_{name}"] = torch.full((K, heads, block_size), math.nan)
-        self.before = [x.clone() for x in self]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from self.caches
-        yield from self.scales.values()
-
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, **options: Any
-    ) -> None:
-        ops.kv_cache_store(key, value, *self.caches, slots, **self.scales, **options)
-
-    def assert_only_written(self, slots: torch.Tensor) -> None:
-        """What lies in other slots is still the garbage of before, bit for bit."""
-        for now, before in zip(self, self.before, strict=True):
-            untouched = torch.ones(K * now.shape[2], dtype=torch.bool)
-            untouched[slots[slots >= 0].long()] = False
-            untouched = untouched.view(K, now.shape[2])
-            left, was = (x.transpose(1, 2)[untouched] for x in (now, before))
-            assert bytes_of(left) == bytes_of(was)
-
-
-def bytes_of(x: torch.Tensor) -> bytes:
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x).view(torch.uint8).numpy().tobytes()
-
-
-def draw(tokens: int, dim: int = 40, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [(torch.randn(tokens, N, dim) * 3).to(dtype) for _ in range(2)]
-
-
-def slots_for(tokens: int, block_size: int = S) -> torch.Tensor:
-    return torch.randperm(K * block_size)[:tokens]
-
-
-def assert_quantized(target: Target, inputs: list[torch.Tensor], slots: torch.Tensor) -> None:
-    """Codes, scales and zero points are the oracle's, exactly."""
-    block_size = target.caches[0].shape[2]
-    for side, x, cache in zip(("key", "value"), inputs, target.caches, strict=True):
-        scale = target.scales[f"{side}_scale"]
-        zero_point = target.scales.get(f"{side}_zero_point")
-        granularity = "token_head" if scale.shape[1] == N else "token"
-        dense = x.float().numpy().transpose(1, 0, 2)[None]
-        codes, scales, zeros = oracle.quantize(dense, granularity, zero_point is None)
-        for token, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            place = (slot // block_size, slice(None), slot % block_size)
-            np.testing.assert_array_equal(cache[place].numpy(), codes[0, :, token])
-            np.testing.assert_array_equal(scale[place].numpy(), scales[0, :, token, 0])
-            if zero_point is not None:
-                np.testing.assert_array_equal(zero_point[place].numpy(), zeros[0, :, token, 0])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 33])
@@ -103,32 +38,6 @@ def test_int8(tokens: int, granularity: str, symmetric: bool) -> None:
     target.store(*inputs, slots)
     assert_quantized(target, inputs, slots)
     target.assert_only_written(slots)
-
-
-LOW_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
-
-
-def low_bit_target(
-    sides: tuple[torch.dtype, torch.dtype], granularity: str, symmetric: bool, dim: int
-) -> Target:
-    """Keys and values in any of the quantized formats."""
-    target = Target(granularity=granularity, dim=dim)
-    target.scales = {}
-    for number, (side, dtype) in enumerate(zip(("key", "value"), sides, strict=True)):
-        kind = format_of(dtype)
-        shape = (K, N, S, dim // kind.codes_per_element)
-        cache = torch.randint(0, 256, shape, dtype=torch.uint8)
-        target.caches[number] = cache.view(dtype)
-        lies = {
-            "token_head": (K, N, S),
-            "token": (K, 1, S),
-            "group": (K, N, S, dim // 8),
-        }[granularity]
-        for name in ("scale", "zero_point") if kind.zero_points and not symmetric else ("scale",):
-            garbage = torch.full(lies, math.nan, dtype=kind.scale_dtype)
-            target.scales[f"{side}_{name}"] = garbage
-    target.before = [x.clone() for x in target]
-    return target
 
 
 @pytest.mark.parametrize("granularity", ["token", "token_head", "group"])
@@ -169,30 +78,6 @@ def test_fp8_and_int4(
                 if given is not None:
                     rows = values.reshape(values.shape[1], 9, -1)[:, token]
                     np.testing.assert_array_equal(given[place].numpy().reshape(rows.shape), rows)
-
-
-@pytest.mark.parametrize("granularity", ["layer", "head", "channel"])
-@pytest.mark.parametrize("dtype", LOW_BITS[:2])
-def test_static_scales_of_fp8(granularity: str, dtype: torch.dtype) -> None:
-    spec = format_spec(format_of(dtype).name, granularity, scale_type="static")
-    scale = torch.rand(spec.scale_shape(N, 24, 1)) * 0.01 + 0.001
-    target = low_bit_target((dtype, dtype), "token_head", True, 24)
-    target.scales = {"key_scale": scale, "value_scale": scale}
-    target.before = [x.clone() for x in target]
-    inputs, slots = draw(7, 24), slots_for(7)
-    inputs[0][3, 0, 5] = 1e9  # saturates
-    target.store(*inputs, slots, dynamic=False)
-    rows = scale.expand(1, N, 1, 24)[0, :, 0].numpy()
-    name = format_of(dtype).name
-    for x, cache in zip(inputs, target.caches, strict=True):
-        for token, slot in enumerate(slots.tolist()):
-            for head in range(N):
-                stored = cache.view(torch.uint8)[slot // S, head, slot % S].tolist()
-                values = zip(x[token, head].tolist(), rows[head], strict=True)
-                assert stored == [oracle_formats.fp8_static([v], s, name)[0] for v, s in values]
-    inputs[0][0, 0, 0] = math.nan
-    with pytest.raises(UsageError, match="key: got 'NaN or infinity'"):
-        target.store(*inputs, slots, dynamic=False)
 
 
 def test_fp8_and_int4_mistakes() -> None:
@@ -286,99 +171,6 @@ def test_every_token_has_its_own_scale() -> None:
     assert_quantized(target, large, slots[1:])
 
 
-def test_static_scale_for_each_head_saturates() -> None:
-    target = Target()
-    scale = torch.tensor([0.01, 0.5]).view(1, N, 1, 1)
-    key, value = draw(7)
-    slots = slots_for(7)
-    for name in ("key_scale", "value_scale"):
-        target.scales[name] = scale.clone()
-    target.store(key, value, slots, dynamic=False)
-    stored = target.caches[0][slots // S, :, slots % S]
-    for n, step in enumerate((0.01, 0.5)):
-        expected = oracle.quantize_static(key[:, n].ravel().tolist(), np.float32(step), 0, True)
-        assert stored[:, n].ravel().tolist() == expected
-    assert stored[:, 0].abs().max() == 127
-    assert torch.equal(target.scales["key_scale"], scale)
-
-
-@pytest.mark.parametrize("channel", [False, True])
-def test_static_and_asymmetric(channel: bool) -> None:
-    target = Target()
-    shape = (1, N, 1, 40) if channel else (1, 1, 1, 1)
-    scale, zero_point = torch.rand(shape) * 0.05 + 0.01, torch.randn(shape)
-    key, value = draw(5)
-    slots = slots_for(5)
-    target.scales = dict.fromkeys(("key_scale", "value_scale"), scale)
-    target.scales |= dict.fromkeys(("key_zero_point", "value_zero_point"), zero_point)
-    target.store(key, value, slots, dynamic=False)
-    stored = target.caches[1][slots // S, :, slots % S]
-    steps, zeros = (np.broadcast_to(x.numpy()[:, :, 0], (5, N, 40)) for x in (scale, zero_point))
-    for place in np.ndindex(5, N, 40):
-        wanted = oracle.quantize_static([value[place].item()], steps[place], zeros[place], False)
-        assert int(stored[place]) == wanted[0]
-
-
-@pytest.mark.parametrize("granularity", ["token", "token_head"])
-def test_static_scales_of_each_slot_are_read(granularity: str) -> None:
-    target = Target(granularity=granularity)
-    slots = slots_for(5)
-    for scale in target.scales.values():
-        scale[slots // S, :, slots % S] = torch.rand(5, scale.shape[1]) * 0.1 + 0.01
-    given = {name: scale.clone() for name, scale in target.scales.items()}
-    key, value = draw(5)
-    target.store(key, value, slots, dynamic=False)
-    for token, slot in enumerate(slots.tolist()):
-        for n in range(N):
-            scale = given["key_scale"][slot // S, n % given["key_scale"].shape[1], slot % S]
-            wanted = oracle.quantize_static(key[token, n].tolist(), scale.numpy(), 0, True)
-            assert target.caches[0][slot // S, n, slot % S].tolist() == wanted
-    for name, scale in target.scales.items():
-        np.testing.assert_array_equal(scale.numpy(), given[name].numpy())
-
-
-@pytest.mark.parametrize(
-    "granularity", ["layer", "head", "channel", "token", "token_head", "group"]
-)
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_static_granularities(granularity: str, symmetric: bool) -> None:
-    """Every code is the oracle's for the scale that is given, and what was given stays."""
-    target, slots = Target(granularity="token"), slots_for(5)
-    key, value = draw(5)
-    shape = {
-        "layer": (1, 1, 1, 1),
-        "head": (1, N, 1, 1),
-        "channel": (1, N, 1, 40),
-        "token": (K, 1, S),
-        "token_head": (K, N, S),
-        "group": (K, N, S, 5),
-    }[granularity]
-    target.scales = {name: torch.rand(shape) * 0.05 + 0.01 for name in ("key_scale", "value_scale")}
-    if not symmetric:
-        zeros = {f"{side}_zero_point": torch.randn(shape) for side in ("key", "value")}
-        target.scales |= zeros
-    given = {name: x.clone() for name, x in target.scales.items()}
-    target.store(key, value, slots, dynamic=False)
-
-    def at(name: str, slot: int, n: int, c: int) -> np.ndarray:
-        x = given[name].numpy()
-        place = (
-            (0, n, 0) if len(shape) == 4 and granularity != "group" else (slot // S, n, slot % S)
-        )
-        place = (place[0], min(place[1], x.shape[1] - 1), place[2])
-        return x[place] if len(shape) == 3 else x[place][c * x.shape[3] // 40]
-
-    for side, x, cache in zip(("key", "value"), (key, value), target.caches, strict=True):
-        for token, n, c in np.ndindex(5, N, 40):
-            slot = int(slots[token])
-            zero = np.float32(0) if symmetric else at(f"{side}_zero_point", slot, n, c)
-            scale = at(f"{side}_scale", slot, n, c)
-            wanted = oracle.quantize_static([x[token, n, c].item()], scale, zero, symmetric)
-            assert int(cache[slot // S, n, slot % S, c]) == wanted[0]
-    for name, x in target.scales.items():
-        assert torch.equal(x, given[name])
-
-
 @pytest.mark.parametrize("groups", [2, 5, 20])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_of_channels(groups: int, symmetric: bool) -> None:
@@ -419,20 +211,6 @@ def test_nan_and_infinity_poison_their_own_vector(bad: float, symmetric: bool) -
     assert math.isnan(target.scales["key_scale"][place])
     assert not target.caches[0][place].any()
     assert_quantized(target, [key, value], slots)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("side", [0, 1])
-def test_nan_is_refused_where_it_cannot_be_marked(bad: float, side: int) -> None:
-    target = Target()
-    target.scales = dict.fromkeys(("key_scale", "value_scale"), torch.ones(1, 1, 1, 1))
-    inputs = draw(3)
-    inputs[side][0, 0, 0] = bad
-    with pytest.raises(UsageError) as error:
-        target.store(*inputs, slots_for(3), dynamic=False)
-    assert error.value.field == ("key", "value")[side]
-    for now, before in zip(target.caches, target.before[:2], strict=True):
-        assert torch.equal(now, before)
 
 
 def test_half_overflows_to_infinity() -> None:
