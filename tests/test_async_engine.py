@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from test_engine import SlotModel, expected, greedy
+from slot_model import SlotModel, expected, greedy
 
 from ascend_kv.cache.tables import PagedTables
 from ascend_kv.config import SchedulerConfig

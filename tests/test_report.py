@@ -139,7 +139,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_older_report(
     result = make_result()
     result.quick = False
     monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(RunError, match=r"report\.json.*No space left.*--output"):
+    with pytest.raises(RunError, match=r"report\.json.*No space left.*Name another place"):
         report.write_json(result, tmp_path)
     assert (tmp_path / "report.json").read_text() == before
 
@@ -170,7 +170,7 @@ def test_the_directory_is_tried_before_the_work(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below"):
-        with pytest.raises(RunError, match=r"file.*cannot be written.*--output"):
+        with pytest.raises(RunError, match=r"file.*cannot be written.*Name another place"):
             report.prepare_directory(tmp_path / place)
 
 
