@@ -231,7 +231,8 @@ class LLM(LLMEngine):
                     yield number, output
             if numbers:
                 lost = ", ".join(str(number) for number in sorted(numbers.values()))
-                raise RunError(f"prompt {lost}: lost in a step of another call, which failed")
+                why = self.engine.last_failure
+                raise RunError(f"prompt {lost}: lost in another call's step, which failed: {why}")
         finally:
             for request_id in numbers:  # after an interruption the engine must be usable again
                 self.engine.abort_request(request_id)

@@ -88,6 +88,7 @@ class Engine:
         self.model = model
         self.scheduler = Scheduler(config, tables)
         self.stats = EngineStats()
+        self.last_failure: str | None = None  # what ended the newest of the steps that failed
         self._tables = tables
         self._sampler = Sampler(seed)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -196,8 +197,9 @@ class Engine:
             model_seconds = time.perf_counter() - model_started
             sampled = self._advance(schedule.work, wanted, logits)
             outputs = self._collect(sampled)
-        except Exception:
+        except Exception as error:
             self._give_up(schedule.work)
+            self.last_failure = f"{type(error).__name__}: {error}"
             raise
         self.stats.record(
             StepRecord(
