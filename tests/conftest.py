@@ -24,7 +24,11 @@ def seeds() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with a reason, what this machine cannot run; look only if a test asks."""
+    """Skip, with a reason, what this machine cannot run; look only if a test asks.
+
+    What takes minutes comes first, so that no core waits for it at the end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     asked_for = config.getoption("markexpr")
     for mark, find_reason in (("npu", _no_npu), ("network", _no_network), ("slow", _no_time)):
         marked = [item for item in items if item.get_closest_marker(mark)]

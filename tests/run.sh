@@ -31,7 +31,7 @@ say "mypy"
 "$VENV/bin/python" -m mypy >&2 || failed+=(mypy)
 
 say "pytest $*"
-"$VENV/bin/python" -m pytest -n auto --dist loadfile "$@" || failed+=(pytest)
+"$VENV/bin/python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" || failed+=(pytest)
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   say "failed: ${failed[*]}"

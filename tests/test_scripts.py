@@ -151,7 +151,7 @@ def test_environment_of_the_tests_serves_the_tests_again(checkout: Checkout) -> 
     checkout.run(TESTS)
     assert checkout.installs[-1].endswith(" -e .[dev]")
     checkout.run(TESTS, "-k", "store")
-    pytest_call = "-m pytest -n auto --dist loadfile -k store"
+    pytest_call = "-m pytest -n auto --dist loadfile --no-loadscope-reorder -k store"
     assert checkout.calls == ["-m ruff check .", "-m mypy", pytest_call]
 
 
