@@ -126,29 +126,28 @@ struct StoreCall {
 void store_part(
     const StoreCall& call, const std::vector<int64_t>& slots, const IntReader* positions,
     int64_t part, int64_t parts) {
+  std::vector<std::pair<int64_t, Slot>> mine;
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    const int64_t slot = slots[t];
+    if (slot >= 0 && slot / STRIPE_SLOTS % parts == part)
+      mine.push_back({t, {slot / call.block_size, slot % call.block_size}});
+  }
   std::vector<float> spread(call.dynamic ? 0 : 2 * call.dim);
-  const auto mine = [&](int64_t slot) {
-    return slot >= 0 && slot / STRIPE_SLOTS % parts == part;
-  };
   const auto side = [&](const NewTokens& from, const Side& cache, bool together) {
     with_float_type(from.type, [&](auto type) {
       const Writer<decltype(type)> writer{from, cache, call.heads, call.dim};
-      for (int64_t t = 0; t < call.tokens; ++t) {
-        if (!mine(slots[t])) continue;
-        const Slot s{slots[t] / call.block_size, slots[t] % call.block_size};
-        writer.store(t, s, call.dynamic, together, spread.data());
-      }
+      for (const auto& [token, slot] : mine)
+        writer.store(token, slot, call.dynamic, together, spread.data());
     });
   };
   side(call.key_from, call.key, call.key_together);
   side(call.value_from, call.value, call.value_together);
   if (!positions) return;
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    if (!mine(slots[t])) continue;
-    int32_t* to = call.key_positions + slots[t] / call.block_size * call.position_block +
-                  slots[t] % call.block_size * call.position_token;
+  for (const auto& [token, slot] : mine) {
+    int32_t* to = call.key_positions + slot.block * call.position_block +
+                  slot.offset * call.position_token;
     for (int64_t n = 0; n < call.heads; ++n)
-      to[n * call.position_head] = static_cast<int32_t>((*positions)(t));
+      to[n * call.position_head] = static_cast<int32_t>((*positions)(token));
   }
 }
 

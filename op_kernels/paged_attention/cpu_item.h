@@ -7,8 +7,10 @@
 
 #include "cpu_call.h"
 #include "cpu_few_rows.h"
+#include "cpu_finish.h"
 #include "cpu_many_rows.h"
 #include "cpu_softmax.h"
+#include "cpu_tile.h"
 #include "cpu_unit.h"
 
 namespace ascend_kv::cpu {
@@ -51,18 +53,11 @@ struct Scratch {
   }
 };
 
-// Where the keys and values of some tiles lie, one after another: of the present one, at `at`, and
-// at least of the next. After the last token its address is repeated.
-struct TileRows {
-  static constexpr int MOST = 5 * TILE;  // what is known moves to the front once in four tiles
-  const void *keys[MOST], *values[MOST];
-  int at = 0;
-};
-
 class ItemRun {
  public:
   ItemRun(const Call& call, const Item& item, Scratch& scratch)
-      : call_(call), item_(item), sequence_(call.sequences[item.sequence]) {
+      : call_(call), item_(item), sequence_(call.sequences[item.sequence]),
+        tile_(call, item) {
     rows_ = static_cast<int>(item.queries * call.group());
     by_block_ = read_by_block(call.key.scale, call.key.zero_point);
     // runs of tokens in one block are to begin where a vector of scores does
@@ -113,20 +108,11 @@ class ItemRun {
 
  private:
   void load_queries();
-  int count_from(int64_t first, int most = TILE) const {
-    return static_cast<int>(std::clamp<int64_t>(item_.last_key - first, 0, most));
-  }
-  void aim(int64_t first, int at);
-  void next_tile(int64_t first);
-  const void* const* keys() const { return at_.keys + at_.at; }
-  const void* const* values() const { return at_.values + at_.at; }
-  void ask_for_parameters(int64_t first) const;
-  void read_tile(int64_t first);
-  void read_parameter(const Parameter& p, int64_t first, int count, bool& has, float* out) const;
-  Seen seen_by(int row, int64_t first, int count) const;
-  const float* bias_of(int row, int64_t first, int count);
+  Seen seen_by(int row) const;
+  const float* bias_of(int row);
   void score();
   void score_by_block();
+  void turn_keys();
   void sum_values();
   // Few rows, and queries that do not fit the keys to which an offset would be added.
   bool lacks_by_row() const { return few_ || rows_ <= FEW_ROWS || call_.offset.query; }
@@ -137,23 +123,6 @@ class ItemRun {
     return TilePlace::floats(tables) + (lacks_by_row() ? RowOffsets::floats(tables, rows_) : 0);
   }
   void load_offset(int row, int64_t token, int64_t query_head, const float* query);
-  int64_t block_of(int64_t token) const {
-    return call_.blocks[sequence_.blocks_start + token / call_.block_size - sequence_.first_block];
-  }
-  // f(k, n, block, offset): tokens k to k + n of `count` from `first` lie in one block, from there.
-  template <class F>
-  void for_runs(int64_t first, int count, F&& f) const {
-    if (count == 0) return;
-    const int64_t size = call_.block_size, before = first / size;
-    const int64_t* block =
-        call_.blocks.data() + sequence_.blocks_start + before - sequence_.first_block;
-    int64_t offset = first - before * size;
-    for (int k = 0; k < count; ++block) {
-      const int n = static_cast<int>(std::min<int64_t>(count - k, size - offset));
-      f(k, n, *block, offset);
-      k += n, offset = 0;
-    }
-  }
 
   const Call& call_;
   const Item& item_;
@@ -170,9 +139,7 @@ class ItemRun {
   std::optional<RowOffsets> lacking_;
   const float* lacks_ = nullptr;  // of the tile, [rows, TILE]
   std::pair<int64_t, int64_t>* seen_;  // first and last position that a row sees
-  TileTokens tokens_;
-  TileRows at_;
-  int64_t first_ = 0;
+  TileReader tile_;
 };
 
 inline Vec load_query(Type type, const char* row, int64_t c, int count) {
@@ -227,75 +194,8 @@ inline void ItemRun::load_offset(int row, int64_t token, int64_t query_head, con
   lacking_->load_row(row, query, offset.data + item_.kv_head * call_.dim);
 }
 
-inline void ItemRun::read_parameter(
-    const Parameter& p, int64_t first, int count, bool& has, float* out) const {
-  has = p.kind == Parameter::TOKEN;
-  if (!has) return;
-  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
-    p.get_tokens(block, item_.kv_head, offset, n, out + k);
-  });
-  for (int k = count; k % LANES; ++k) out[k] = 0;
-}
-
-// Finds the vectors of a tile, which become the at-th and on of those that are known. Of a tile past
-// the last key they are the vector before.
-inline void ItemRun::aim(int64_t first, int at) {
-  const int count = count_from(first);
-  const void **keys = at_.keys + at, **values = at_.values + at;
-  for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
-    const char* key = call_.key.at(block, item_.kv_head, offset);
-    const char* value = call_.value.at(block, item_.kv_head, offset);
-    for (int i = k; i < k + n; ++i, key += call_.key.token, value += call_.value.token)
-      keys[i] = key, values[i] = value;
-  });
-  for (int k = count; k < TILE; ++k) {
-    keys[k] = keys[k - 1];
-    values[k] = values[k - 1];
-  }
-}
-
-// The tile at `first` becomes the present one.
-inline void ItemRun::next_tile(int64_t first) {
-  at_.at += TILE;
-  if (at_.at + TILE == TileRows::MOST) {
-    std::copy(at_.keys + at_.at, at_.keys + TileRows::MOST, at_.keys);
-    std::copy(at_.values + at_.at, at_.values + TileRows::MOST, at_.values);
-    at_.at = 0;
-  }
-  aim(first + TILE, at_.at + TILE);
-}
-
-// The scales of a tile that comes.
-inline void ItemRun::ask_for_parameters(int64_t first) const {
-  for_runs(first, count_from(first), [&](int, int, int64_t block, int64_t offset) {
-    for (const Side* side : {&call_.key, &call_.value})
-      for (const Parameter* p : {&side->scale, &side->zero_point})
-        if (p->kind == Parameter::TOKEN)
-          __builtin_prefetch(p->address(p->place(block, item_.kv_head, offset)));
-  });
-}
-
-inline void ItemRun::read_tile(int64_t first) {
-  const int count = count_from(first);
-  first_ = first;
-  tokens_.count = count;
-  if (call_.key_positions) {
-    for_runs(first, count, [&](int k, int n, int64_t block, int64_t offset) {
-      const int32_t* positions = call_.key_positions + block * call_.position_block +
-                                 item_.kv_head * call_.position_head +
-                                 offset * call_.position_token;
-      for (int i = 0; i < n; ++i) tokens_.position[k + i] = positions[i * call_.position_token];
-    });
-    for (int k = count; k % LANES; ++k) tokens_.position[k] = 0;
-  }
-  read_parameter(call_.key.scale, first, count, tokens_.has_key_scale, tokens_.key_scale);
-  read_parameter(call_.key.zero_point, first, count, tokens_.has_key_zero, tokens_.key_zero);
-  read_parameter(call_.value.scale, first, count, tokens_.has_value_scale, tokens_.value_scale);
-  read_parameter(
-      call_.value.zero_point, first, count, tokens_.has_value_zero, tokens_.value_zero);
-}
-
-inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
+inline Seen ItemRun::seen_by(int row) const {
+  const int64_t first = tile_.first(), count = tile_.tokens().count;
   auto [low, high] = seen_[row];
   if (call_.key_positions) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
@@ -311,15 +211,16 @@ inline Seen ItemRun::seen_by(int row, int64_t first, int count) const {
   return {false, static_cast<int32_t>(low), static_cast<int32_t>(high)};
 }
 
-inline const float* ItemRun::bias_of(int row, int64_t first, int count) {
+inline const float* ItemRun::bias_of(int row) {
   if (lacks_) return lacks_ + row * TILE;
   if (!call_.bias) return nullptr;
   const int64_t group = call_.group();
   const float* bias = call_.bias +
                       (sequence_.query_start + item_.query + row / group) * call_.bias_token +
                       (item_.kv_head * group + row % group) * call_.bias_head;
-  if (!call_.key_positions) return bias + first;
-  for (int k = 0; k < count; ++k) bias_[k] = bias[tokens_.position[k]];
+  if (!call_.key_positions) return bias + tile_.first();
+  const TileTokens& tokens = tile_.tokens();
+  for (int k = 0; k < tokens.count; ++k) bias_[k] = bias[tokens.position[k]];
   return bias_;
 }
 
@@ -329,7 +230,7 @@ inline void ItemRun::score_by_block() {
   const TypeKernels& kernels = kernels_of(call_.key.type);
   const Parameter &scale = call_.key.scale, &zero = call_.key.zero_point;
   const int64_t width = call_.padded;
-  for_runs(first_, tokens_.count, [&](int k, int n, int64_t block, int64_t) {
+  tile_.for_runs([&](int k, int n, int64_t block, int64_t) {
     float shifts[FEW_ROWS] = {};
     const int64_t factors = scale.place(block, item_.kv_head, 0);
     const int64_t zeros = zero.data ? zero.place(block, item_.kv_head, 0) : 0;
@@ -344,117 +245,86 @@ inline void ItemRun::score_by_block() {
     }
     const int whole = static_cast<int>(round_up(n, LANES));
     kernels.dot(
-        block_query_, width, rows_, keys() + k, whole, call_.dim,
-        scores_ + k, TILE);
+        block_query_, width, rows_, tile_.keys() + k, whole, call_.dim, scores_ + k, TILE);
     for (int r = 0; r < rows_; ++r)
       for (int i = k; i < k + whole; ++i) scores_[r * TILE + i] += shifts[r];
   });
 }
 
-inline void ItemRun::score() {
-  const auto take_values = [&] {
-    if (unit_values_) unit_->take_values(values(), tokens_.count);
-  };
-  if (unit_) {
-    unit_->start_tile(
-        unit_keys_ ? keys() + TILE : nullptr, unit_values_ ? values() + TILE : nullptr);
-  }
-  if (unit_keys_) {
-    const int whole = static_cast<int>(round_up(tokens_.count, LANES));
-    return unit_->dot(keys(), whole, scores_, take_values);
-  }
-  take_values();
-  if (few_ && by_block_) return score_by_block();
+// The tile's keys as floats, channels as rows, with what all rows lack of them.
+inline void ItemRun::turn_keys() {
+  const int count = tile_.tokens().count, whole = static_cast<int>(round_up(count, LANES));
   const TypeKernels& kernels = kernels_of(call_.key.type);
-  const int whole = static_cast<int>(round_up(tokens_.count, LANES));
   const int64_t width = call_.padded;
-  if (few_) {
-    kernels.dot(
-        query_, width, rows_, keys(), whole, call_.dim, scores_, TILE);
-    return;
-  }
   for (int k = 0; k < whole; k += LANES) {
     for (int l = 0; l < LANES; ++l) {
       float* row = converted_ + l * width;
-      kernels.convert(keys()[k + l], call_.dim, row);
+      kernels.convert(tile_.keys()[k + l], call_.dim, row);
       if (call_.key.scale.kind == Parameter::GROUP) {
-        const int64_t token = first_ + std::min(k + l, tokens_.count - 1);
+        const auto [block, offset] = tile_.place_of(std::min(k + l, count - 1));
         apply_groups(
-            call_.key.scale, call_.key.zero_point, block_of(token), item_.kv_head,
-            token % call_.block_size, call_.dim, row);
+            call_.key.scale, call_.key.zero_point, block, item_.kv_head, offset, call_.dim, row);
       }
     }
     turn_rows(converted_, width, turned_keys_, TILE, k);
   }
   if (lacks_by_key()) {
     const Parameter& scale = call_.key.scale;
+    TileTokens& tokens = tile_.tokens();
     add_offset(
         *call_.offset.tables, place_->turn(), call_.offset.data + item_.kv_head * call_.dim,
-        tokens_.has_key_scale ? tokens_.key_scale : nullptr,
+        tokens.has_key_scale ? tokens.key_scale : nullptr,
         [&](int64_t c) {
           return scale.kind == Parameter::STATIC ? scale.fixed(item_.kv_head, c) : 1.0f;
         },
         whole, turned_keys_);
-    tokens_.has_key_scale = false;
+    tokens.has_key_scale = false;
   }
+}
+
+inline void ItemRun::score() {
+  const int count = tile_.tokens().count, whole = static_cast<int>(round_up(count, LANES));
+  const auto take_values = [&] {
+    if (unit_values_) unit_->take_values(tile_.values(), count);
+  };
+  if (unit_) {
+    unit_->start_tile(
+        unit_keys_ ? tile_.keys() + TILE : nullptr,
+        unit_values_ ? tile_.values() + TILE : nullptr);
+  }
+  if (unit_keys_) return unit_->dot(tile_.keys(), whole, scores_, take_values);
+  take_values();
+  if (few_ && by_block_) return score_by_block();
+  const TypeKernels& kernels = kernels_of(call_.key.type);
+  const int64_t width = call_.padded;
+  if (few_)
+    return kernels.dot(query_, width, rows_, tile_.keys(), whole, call_.dim, scores_, TILE);
+  turn_keys();
   multiply(query_, width, rows_, turned_keys_, TILE, call_.dim, whole, scores_, TILE, false);
 }
 
 inline void ItemRun::sum_values() {
-  if (unit_values_ && unit_->take_weights(scores_, tokens_.count)) {
+  const int count = tile_.tokens().count;
+  if (unit_values_ && unit_->take_weights(scores_, count)) {
     if (!unit_keys_) unit_->weigh();
     return;
   }
   const TypeKernels& kernels = kernels_of(call_.value.type);
   const int64_t width = call_.padded;
-  if (few_) {
-    kernels.weigh(
-        scores_, TILE, rows_, values(), tokens_.count, call_.dim, sums_,
-        width);
-    return;
-  }
-  for (int k = 0; k < tokens_.count; ++k) {
+  if (few_)
+    return kernels.weigh(
+        scores_, TILE, rows_, tile_.values(), count, call_.dim, sums_, width);
+  for (int k = 0; k < count; ++k) {
     float* row = values_ + k * width;
-    kernels.convert(values()[k], call_.dim, row);
+    kernels.convert(tile_.values()[k], call_.dim, row);
     if (call_.value.scale.kind == Parameter::GROUP) {
+      const auto [block, offset] = tile_.place_of(k);
       apply_groups(
-          call_.value.scale, call_.value.zero_point, block_of(first_ + k), item_.kv_head,
-          (first_ + k) % call_.block_size, call_.dim, row);
+          call_.value.scale, call_.value.zero_point, block, item_.kv_head, offset, call_.dim,
+          row);
     }
   }
-  multiply(scores_, TILE, rows_, values_, width, tokens_.count, width, sums_, width, true);
-}
-
-// What one query head makes of the sums of its keys: the row of the output, and log-sum-exp.
-inline void finish_row(
-    const Call& call, int64_t token, int64_t head, const RowState& state, float* sums) {
-  const int64_t kv_head = head / call.group();
-  const float sink = call.sinks ? call.sinks[head * call.sink_stride] : NOTHING;
-  float& log_sum_exp = call.log_sum_exp[token * call.heads + head];
-  char* to = call.output + (token * call.heads + head) * call.dim * bytes_of_type(call.query_type);
-  float factor = 0;
-  if (state.total == 0) {  // a query that sees nothing
-    log_sum_exp = sink;
-  } else {
-    const float largest = std::max(state.largest, sink);
-    const float share = exp_negative(state.largest - largest);
-    const float total = state.total * share + exp_negative(sink - largest);
-    log_sum_exp = largest + std::log(total);
-    factor = share / total;
-  }
-  const Parameter &scale = call.value.scale, &zero = call.value.zero_point;
-  if (scale.kind == Parameter::STATIC)
-    for (int64_t c = 0; c < call.dim; ++c) sums[c] *= scale.fixed(kv_head, c);
-  if (zero.kind == Parameter::STATIC)
-    for (int64_t c = 0; c < call.dim; ++c) sums[c] += state.total * zero.fixed(kv_head, c);
-  for_vectors(call.dim, [&](int64_t c, int count) {
-    const Vec x = state.total == 0 ? Vec{} : (load(sums + c) + state.zero) * factor;
-    switch (call.query_type) {
-      case Type::HALF: store_at(reinterpret_cast<Half*>(to), c, count, x); break;
-      case Type::BFLOAT: store_at(reinterpret_cast<BFloat*>(to), c, count, x); break;
-      default: store_at(reinterpret_cast<float*>(to), c, count, x);
-    }
-  });
+  multiply(scores_, TILE, rows_, values_, width, count, width, sums_, width, true);
 }
 
 inline void ItemRun::run(float* parts) {
@@ -462,25 +332,20 @@ inline void ItemRun::run(float* parts) {
   load_queries();
   std::fill(sums_, sums_ + rows_ * width, 0.0f);
   if (place_) place_->start(item_.first_key);
-  for (int k = 0; k < TILE; ++k) tokens_.position[k] = k;
-  if (item_.first_key < item_.last_key) aim(item_.first_key, TILE);
   for (int64_t first = item_.first_key; first < item_.last_key; first += TILE) {
-    next_tile(first);
-    ask_for_parameters(first + TILE);
-    const int count = count_from(first);
-    read_tile(first);
+    tile_.move_to(first);
     if (place_) place_->next();
     score();
     if (lacking_) lacks_ = lacking_->make(*place_);
     for (int low = 0; low < rows_; low += LANES) {
       weigh_scores(
-          scores_ + low * TILE, std::min(LANES, rows_ - low), tokens_,
+          scores_ + low * TILE, std::min(LANES, rows_ - low), tile_.tokens(),
           [&](int r) {
             if (unit_) unit_->ask_for_some();  // here memory would be idle for long
-            return seen_by(low + r, first, count);
+            return seen_by(low + r);
           },
           [&](int r) {
-            const float* bias = bias_of(low + r, first, count);
+            const float* bias = bias_of(low + r);
             return RowShift{query_sum_[low + r], shift_[low + r], bias};
           },
           states_.from(low));
@@ -507,29 +372,6 @@ inline void ItemRun::run(float* parts) {
     to[width] = states_.largest[r], to[width + 1] = states_.total[r],
     to[width + 2] = states_.zero[r];
   }
-}
-
-// One row of a sequence that was cut along its keys.
-inline void merge_row(const Call& call, const Merge& merge, int64_t row, const float* parts) {
-  const int64_t width = call.padded, group = call.group(), stride = part_row_floats(call);
-  const int64_t part_floats = merge.queries * group * stride;
-  const float* first = parts + merge.part + row * stride;
-  RowState state{};
-  for (int64_t i = 0; i < merge.count; ++i)
-    state.largest = std::max(state.largest, first[i * part_floats + width]);
-  thread_local std::vector<float> sums;
-  sums.assign(width, 0.0f);
-  for (int64_t i = 0; i < merge.count; ++i) {
-    const float* part = first + i * part_floats;
-    if (part[width + 1] == 0) continue;  // nothing of it is seen
-    const float share = exp_negative(part[width] - state.largest);
-    state.total += part[width + 1] * share;
-    state.zero += part[width + 2] * share;
-    for (int64_t c = 0; c < width; c += LANES)
-      write(&sums[c], fma(load(part + c), broadcast(share), load(&sums[c])));
-  }
-  const int64_t token = call.sequences[merge.sequence].query_start + merge.query + row / group;
-  finish_row(call, token, merge.kv_head * group + row % group, state, sums.data());
 }
 
 }  // namespace ascend_kv::cpu
