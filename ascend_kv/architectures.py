@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_kv.errors import UnsupportedModelError
+from ascend_kv.model_config import layer_types_of, rope_of
 
 _SWITCHED = ("qwen2", "qwen3")
 """Windows in the layers that layer_types or max_window_layers names, if use_sliding_window."""
@@ -46,7 +47,7 @@ def check_servable(config: Mapping[str, Any]) -> None:
             "is_encoder_decoder", True, "decoder-only models",
             "An encoder-decoder's cross-attention has a cache of another kind.",
         )  # fmt: skip
-    if "linear_attention" in (config.get("layer_types") or ()):
+    if "linear_attention" in layer_types_of(config):
         raise UnsupportedModelError(
             "layer_types", "linear_attention", "full_attention, sliding_attention",
             "Linear attention keeps a state, not keys and values.",
@@ -84,7 +85,7 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
         raise UnsupportedModelError("sliding_window", window, "a whole number of at least 1")
     if model_type in (*_UNIFORM, *COMPRESSED_MODEL_TYPES):
         return (window,) * num_layers
-    layer_types = config.get("layer_types") or _default_layer_types(config, num_layers, window)
+    layer_types = layer_types_of(config) or _default_layer_types(config, num_layers, window)
     kinds: dict[str, int | None] = {"full_attention": None}
     if window is not None:
         kinds["sliding_attention"] = window
@@ -115,6 +116,6 @@ def _default_layer_types(
 
 def _rope_types(config: Mapping[str, Any]) -> list[str]:
     """Rotary types of a config, which has one for all layers or one for each layer type."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = rope_of(config)
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return [str(kind.get("rope_type", kind.get("type", "default"))) for kind in kinds]

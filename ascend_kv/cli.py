@@ -88,9 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             logging.getLogger("ascend_kv").setLevel(logging.DEBUG)
         options.command(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("ascend-kv: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # who read the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -233,12 +237,13 @@ def _bench(options: argparse.Namespace) -> None:
     # Imported here: torch takes seconds to load, and --help needs none of it.
     from ascend_kv.evaluate.recipe import load_recipe
     from ascend_kv.evaluate.report import output_directory
+    from ascend_kv.evaluate.results import SCHEMA
 
     recipe = load_recipe(options.recipe, options.quick)
     given = {"model": options.model, "device": options.device}
     recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
     directory = options.output or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with output_directory(directory):
+    with output_directory(directory, SCHEMA):
         _run_bench(recipe, directory, options)
 
 

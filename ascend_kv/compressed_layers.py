@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ascend_kv.errors import UnsupportedModelError, UsageError
+from ascend_kv.model_config import MOST_LAYERS, need_count
 
 PAGED_GROUPS = ("csa", "hca")
 GROUPS = ("window", *PAGED_GROUPS, "state")
@@ -222,16 +223,16 @@ def layers_from_config(config: Mapping[str, Any]) -> CompressedLayers:
     Raises:
         UnsupportedModelError: names the field that is missing or not legal.
     """
-    head_dim = _count(config, "head_dim")
+    head_dim = need_count(config, "head_dim")
     rates = {**_DEFAULT_RATES, **(config.get("compress_rates") or {})}
-    csa, hca = (_count(rates, name) for name in _DEFAULT_RATES)
+    csa, hca = (need_count(rates, name) for name in _DEFAULT_RATES)
     return CompressedLayers(
-        kinds=_kinds(config, _count(config, "num_hidden_layers")),
+        kinds=_kinds(config, need_count(config, "num_hidden_layers", MOST_LAYERS)),
         head_dim=head_dim,
         rotary_dim=_rotary_dim(config, head_dim),
-        index_dim=_count(config, "index_head_dim"),
-        index_topk=_count(config, "index_topk"),
-        window_tokens=_count(config, "sliding_window"),
+        index_dim=need_count(config, "index_head_dim"),
+        index_topk=need_count(config, "index_topk"),
+        window_tokens=need_count(config, "sliding_window"),
         csa_ratio=csa,
         hca_ratio=hca,
     )
@@ -249,7 +250,7 @@ def _kinds(config: Mapping[str, Any], number: int) -> tuple[str, ...]:
         legal = f"layer_types (or compress_ratios), one for each of {number} layers"
         raise UnsupportedModelError(field, given, legal)
     for kind in given:
-        if kind not in known:
+        if not isinstance(kind, str | int) or kind not in known:
             raise UnsupportedModelError(field, kind, known)
     return tuple(known[kind] for kind in given)
 
@@ -263,13 +264,6 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
         legal = f"an even number below head_dim = {head_dim}, or partial_rotary_factor"
         raise UnsupportedModelError("qk_rope_head_dim", given, legal)
     return given
-
-
-def _count(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(field, value, "a whole number of at least 1")
-    return value
 
 
 DEEPSEEK_V4_FLASH = CompressedLayers(

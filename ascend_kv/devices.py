@@ -219,19 +219,19 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
-def get_device(name: str) -> Device:
+def get_device(name: str, field: str = "device") -> Device:
     """The device of that name, as in ``DEVICES``, or as CANN has it: "Ascend950PR_9589".
 
     Upper and lower case are the same.
 
     Raises:
-        UsageError: an unknown name; lists the known ones.
+        UsageError: an unknown name, given as ``field``; lists the known ones.
     """
     wanted = short_name(name).casefold()
     for known, device in DEVICES.items():
         if known.casefold() == wanted:
             return device
-    raise UsageError("device", name, DEVICES)
+    raise UsageError(field, name, DEVICES)
 
 
 def short_name(name: str) -> str:

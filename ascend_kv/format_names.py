@@ -137,21 +137,27 @@ def format_spec(
 
 def _read(name: str, words: list[str], wanted: _Words) -> _Words:
     """``wanted`` with the words of a name."""
+    said: set[str] = set()
     for word in words:
+        changes: dict[str, Any] = {}
         size = word.removeprefix("group")
         if word in GRANULARITIES:
-            wanted = wanted._replace(granularity=word, group_size=None)
+            changes = {"granularity": word, "group_size": None}
         elif size != word and size.isdecimal():
-            wanted = wanted._replace(granularity="group", group_size=int(size))
+            changes = {"granularity": "group", "group_size": int(size)}
         elif word in SCALE_TYPES:
-            wanted = wanted._replace(scale_type=word)
+            changes = {"scale_type": word}
         elif word in ("symmetric", "asymmetric"):
-            wanted = wanted._replace(symmetric=word == "symmetric")
+            changes = {"symmetric": word == "symmetric"}
         elif word == "hadamard":
-            wanted = wanted._replace(hadamard=True)
+            changes = {"hadamard": True}
         else:
             legal = (*GRANULARITIES, "group32", *SCALE_TYPES, "symmetric", "asymmetric", "hadamard")
             raise UsageError(f"{_FIELD} {name}", word, legal)
+        if said & changes.keys():
+            raise UsageError(f"{_FIELD} {name}", "/".join(words), "one word of each kind")
+        said |= changes.keys()
+        wanted = wanted._replace(**changes)
     return wanted
 
 

@@ -30,6 +30,7 @@ from ascend_kv.cache_formats import (
 from ascend_kv.compressed_layers import CompressedLayers, layers_from_config
 from ascend_kv.errors import UnsupportedModelError
 from ascend_kv.format_names import FORMAT_NAMES, FORMATS, format_spec, layer_format
+from ascend_kv.model_config import MOST_LAYERS, need_count
 
 __all__ = [
     "FORMATS",
@@ -162,10 +163,10 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
         UnsupportedModelError: names the field that is missing or at odds, or the model_type.
     """
     check_servable(config)
-    hidden_size = _count(config, "hidden_size")
-    num_heads = _count(config, "num_attention_heads")
+    hidden_size = need_count(config, "hidden_size")
+    num_heads = need_count(config, "num_attention_heads")
     if config.get("head_dim") is not None:
-        head_dim = _count(config, "head_dim")
+        head_dim = need_count(config, "head_dim")
     elif hidden_size % num_heads:
         raise UnsupportedModelError(
             "hidden_size",
@@ -174,34 +175,22 @@ def geometry_from_config(config: Mapping[str, Any]) -> ModelGeometry:
         )
     else:
         head_dim = hidden_size // num_heads
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = need_count(config, "num_hidden_layers", MOST_LAYERS)
     return ModelGeometry(
         model_type=config["model_type"],
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_count(config, "num_key_value_heads"),
+        num_kv_heads=need_count(config, "num_key_value_heads"),
         head_dim=head_dim,
         hidden_size=hidden_size,
-        vocab_size=_count(config, "vocab_size"),
-        max_position_tokens=_count(config, "max_position_embeddings"),
+        vocab_size=need_count(config, "vocab_size"),
+        max_position_tokens=need_count(config, "max_position_embeddings"),
         dtype=_dtype(config),
         layer_windows=layer_windows(config, num_layers),
         compressed=layers_from_config(config)
         if config["model_type"] in COMPRESSED_MODEL_TYPES
         else None,
     )
-
-
-def _count(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if value is None:
-        hint = "Write num_attention_heads if every query head has a KV head of its own."
-        raise UnsupportedModelError(
-            field, "missing", "in the config", hint if field == "num_key_value_heads" else ""
-        )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(field, value, "a whole number of at least 1")
-    return value
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def _given(model: str | os.PathLike[str]) -> Path:
     # Empty text, as a path, would mean the working directory.
     if not isinstance(model, str | os.PathLike) or not str(model):
         raise UsageError("model", model, _LEGAL_MODELS)
-    return Path(model)
+    return Path(model).expanduser()
 
 
 def _what_lies_there(directory: Path) -> str:
@@ -275,9 +275,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether something that is not on this machine may be on the hub."""
+    return Path(name).suffix not in (".json", ".gguf") and bool(_HUB_ID.fullmatch(name))
+
+
 def _from_hub(model: str | os.PathLike[str], download: Callable[[str], str]) -> Path:
     name = str(model)
-    if Path(name).suffix in (".json", ".gguf") or not _HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         raise UsageError("model", name, _LEGAL_MODELS, "There is no such file or directory.")
     try:
         return Path(download(name))

@@ -50,16 +50,27 @@ def resolve_formats(
                 raise UsageError("kv_cache_dtype_layers", words, f"layer {layer} named once only")
             named.add(layer)
             formats[layer] = resolve(given)
-    for skipped in cache.kv_cache_dtype_skip_layers:
-        if not -layers <= skipped < layers:
-            raise UsageError(
-                "kv_cache_dtype_skip_layers", skipped, f"{-layers} to {layers - 1} in this model"
-            )
-        if skipped % layers in named:
+    skip_layers = cache.kv_cache_dtype_skip_layers
+    for skipped in layer_numbers("kv_cache_dtype_skip_layers", skip_layers, layers):
+        if skipped in named:
             hint = "It has a format in kv_cache_dtype_layers."
             raise UsageError("kv_cache_dtype_skip_layers", skipped, "another layer", hint)
-        formats[skipped % layers] = plain
+        formats[skipped] = plain
+    if not isinstance(cache.key_offset_layers, str):  # used later, when the weights are there
+        layer_numbers("key_offset_layers", cache.key_offset_layers, layers)
     return tuple(formats)
+
+
+def layer_numbers(field: str, given: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Numbers of layers, those below 0 counted from the end.
+
+    Raises:
+        UsageError: the model has no such layer.
+    """
+    for layer in given:
+        if not -layers <= layer < layers:
+            raise UsageError(field, layer, f"{-layers} to {layers - 1} in this model")
+    return tuple(sorted({layer % layers for layer in given}))
 
 
 def _layers_named(words: object, layers: int) -> range:

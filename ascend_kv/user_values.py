@@ -99,7 +99,7 @@ def _convert(value: Any, kind: Any, field: str) -> Any:
         return value
     if kind is int and field.endswith("_bytes"):
         return parse_bytes(value, field)
-    if kind is float and is_int(value):
+    if kind is float and is_int(value) and abs(value) < 2**1023:  # else it is no float
         return float(value)
     if origin is None and type(value) is kind:
         return value

@@ -18,6 +18,7 @@ PACKAGE = "ascend_kv"
 # never from above; inside a room everything may import everything.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("model_config",),
     ("architectures", "cache_formats", "compressed_layers", "gguf_header", "untrained_compression"),
     ("format_names",),
     (

@@ -131,6 +131,17 @@ def test_a_job_that_breaks_off_on_a_full_disk_still_says_why(
     assert "late: got 1; legal: 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["plan", "qwen2.5-7b", "--device", "910B1"], ["doctor"]])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_is_no_fault(arguments: list[str], form: list[str]) -> None:
+    command = [sys.executable, "-m", "ascend_kv", *arguments, *form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_an_output_that_is_no_directory_fails_before_the_model_is_loaded(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

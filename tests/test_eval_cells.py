@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,21 @@ def test_every_name_has_a_place_of_its_own(tmp_path: Path, names: tuple[str, str
 def test_other_settings_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], field: str
 ) -> None:
-    CellStore(tmp_path, SETTINGS)
+    CellStore(tmp_path, SETTINGS).put("int8", "perplexity", 0, {"loss": [1.0]})
     with pytest.raises(UsageError, match="--output") as caught:
         CellStore(tmp_path, SETTINGS | changes)
     assert caught.value.field == field
 
 
-def test_policies_and_tasks_may_be_added_and_left_out(tmp_path: Path) -> None:
+def test_settings_without_cells_give_way(tmp_path: Path) -> None:
     CellStore(tmp_path, SETTINGS)
+    CellStore(tmp_path, SETTINGS | {"seed": 1}).put("int8", "perplexity", 0, {"loss": [1.0]})
+    with pytest.raises(UsageError, match="seed"):
+        CellStore(tmp_path, SETTINGS)
+
+
+def test_policies_and_tasks_may_be_added_and_left_out(tmp_path: Path) -> None:
+    CellStore(tmp_path, SETTINGS).put("int8", "perplexity", 0, {"loss": [1.0]})
     other = {"policies": {"fp8": {"x": 1}}, "tasks": {"needle": {"depths": [0]}}}
     CellStore(tmp_path, SETTINGS | other)
     with pytest.raises(UsageError, match=r"policies\.int8"):  # the first one is remembered
@@ -94,10 +102,13 @@ def test_a_damaged_cell_is_computed_again(
     assert CellStore(tmp_path, SETTINGS).get("int8", "perplexity", 0) == {"loss": [2.0]}
 
 
-def test_damaged_settings_are_refused(tmp_path: Path) -> None:
-    CellStore(tmp_path, SETTINGS)
-    (tmp_path / "cells" / "settings.json").write_text("{")
-    with pytest.raises(UsageError, match=r"settings\.json"):
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("{"), Path.unlink])
+def test_cells_of_unknown_settings_are_refused(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    CellStore(tmp_path, SETTINGS).put("int8", "perplexity", 0, {"loss": [1.0]})
+    damage(tmp_path / "cells" / "settings.json")
+    with pytest.raises(UsageError, match=r"settings\.json.*cannot be read"):
         CellStore(tmp_path, SETTINGS)
 
 

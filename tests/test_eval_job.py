@@ -163,6 +163,12 @@ def test_a_policy_may_come_later_and_gets_the_same_figures(
     assert comparable(result)["generation"] == comparable(whole)["generation"]
 
 
+def begin(recipe: EvalRecipe, output: Path) -> None:
+    """A run that comes as far as its first cell."""
+    store = make_evaluation(recipe, output).store
+    store.put("unquantized", "copy", 0, {"answer": 1})
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -180,7 +186,7 @@ def test_a_policy_may_come_later_and_gets_the_same_figures(
 def test_going_on_with_other_settings_is_refused(
     model: Path, tmp_path: Path, changes: dict[str, Any], field: str
 ) -> None:
-    make_evaluation(make_recipe(model), tmp_path)
+    begin(make_recipe(model), tmp_path)
     with pytest.raises(UsageError) as caught:
         make_evaluation(make_recipe(model, **changes), tmp_path)
     assert caught.value.field == field
@@ -189,7 +195,7 @@ def test_going_on_with_other_settings_is_refused(
 def test_going_on_with_other_arithmetic_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_evaluation(make_recipe(model), tmp_path)
+    begin(make_recipe(model), tmp_path)
     calls = Counter({("paged_attention", "cpu", "lists of entries"): 3})
     monkeypatch.setattr(registration, "_handed_over", calls)
     make_evaluation(make_recipe(model), tmp_path)  # calls that went elsewhere matter to no cell
@@ -214,7 +220,7 @@ def test_the_report_says_the_arithmetic(
 def test_another_checkpoint_of_the_same_name_and_size_is_refused(
     model: Path, tmp_path: Path
 ) -> None:
-    make_evaluation(make_recipe(model, tasks=("copy",)), tmp_path / "out")
+    begin(make_recipe(model, tasks=("copy",)), tmp_path / "out")
     other = tmp_path / model.name
     other.mkdir()
     for file in model.iterdir():
@@ -474,6 +480,24 @@ def test_an_interruption_says_how_to_go_on(
     said = capsys.readouterr().err
     assert f"To go on: the same command with --output {output}" in said
     assert not json.loads((output / "report.json").read_text())["complete"]
+
+
+def test_a_mistake_that_shows_late_names_the_policy_and_is_not_repeated(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = "{name: mine, kv_cache_dtype: int8, scale_type: static, kv_cache_scales: /gone}"
+    arguments = ["eval", "--quick", "--model", str(model), "--task", "copy", "--policy", policy]
+    assert cli.main([*arguments, "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "policy 'mine': kv_cache_scales: got '/gone'" in said and "To go on" not in said
+
+
+@pytest.mark.parametrize("flag", ["--task", "--lm-eval"])
+def test_names_that_are_none(
+    flag: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", "--model", str(model), flag, ",", "--output", str(tmp_path)]) == 2
+    assert f"{flag}: got ','" in capsys.readouterr().err
 
 
 def commands() -> list[list[str]]:

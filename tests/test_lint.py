@@ -211,7 +211,14 @@ def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path) -> None:
         found = look(tmp_path, model, block_size=8)
         assert keys(found, "note")[0] == "model" and "block_size" in keys(found, "error")
     (tmp_path / "bad").mkdir()
-    assert keys(look(tmp_path, tmp_path / "bad"), "error") == ["model"]
+    for bad in (tmp_path / "bad", tmp_path / "gone", "gone.gguf"):
+        assert keys(look(tmp_path, bad), "error") == ["model"]
+
+
+def test_layers_that_a_model_has_not(models: dict[str, Path], tmp_path: Path) -> None:
+    for field in ("key_offset_layers", "kv_cache_dtype_skip_layers"):
+        found = look(tmp_path, models["qwen2"], **{field: [99]})
+        assert any("99" in lint.found for lint in found if lint.severity == "error"), field
 
 
 def test_the_command(
@@ -245,7 +252,9 @@ def test_mistakes_end_with_code_2(
 ) -> None:
     places = {"gone": str(tmp_path / "gone"), "recipe": str(write_recipe(tmp_path / "r.yaml"))}
     assert cli.main(["doctor", *(text.format(**places) for text in arguments)]) == 2
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert any(f"{word}: got" in printed.err for word in (*arguments, "recipe"))
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> Path:

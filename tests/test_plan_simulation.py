@@ -131,8 +131,8 @@ def test_poisson_arrivals() -> None:
     ("flag", "change"),
     [
         ("--requests", {"requests": 0}),
-        ("--rate", {"rate": 0.0}),
-        ("--rate", {"rate": math.nan}),
+        ("--simulate", {"rate": 0.0}),
+        ("--simulate", {"rate": math.nan}),
         ("--sigma", {"sigma": -0.1}),
         ("--sigma", {"sigma": math.nan}),
     ],

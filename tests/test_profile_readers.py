@@ -239,6 +239,10 @@ def test_times_are_exact() -> None:
     assert to_nanoseconds("3.1415") == 3_141 and to_nanoseconds(" -1.5") == -1_500
     assert to_nanoseconds("1.5E+3") == 1_500_000
     assert [to_nanoseconds(text) for text in ("N/A", "", "nan", "inf", "x.5")] == [None] * 5
+    longest = 2**63 // 1000
+    assert to_nanoseconds(str(longest)) == longest * 1000
+    beyond = (str(longest + 1), "9" * 5000, 1e308, "1e999999999", "-1e99")
+    assert [to_nanoseconds(text) for text in beyond] == [None] * 5
 
 
 def test_shapes_of_a_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,13 @@ def test_quick_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ({"key_offset_layers": "some"}, "key_offset_layers.*auto"),
         ({"planted_bias": {"texts": -1}}, "planted_bias.texts.*0 or more"),
         ({"device": "gpu"}, "gpu.*auto, cpu, npu"),
-        ({"quick": {"workload": {"requests": 0}}}, "workload.requests"),
-        ({"quick": {"typo": 0}}, "typo"),
+        ({"quick": {"workload": {"requests": 0}}}, "^quick: workload.requests"),
+        ({"workload": {"requests": 10**12}}, "workload.requests.*1 to 1000000"),
+        ({"workload": {"prompt_tokens": {"mean": 20, "sigma": 1e9}}}, "sigma.*0 to 3"),
+        ({"workload": {"prompt_tokens": {"mean": 20, "sigma": math.nan}}}, "sigma.*0 to 3"),
+        ({"workload": {"prompt_tokens": {"mean": 10**400}}}, "mean.*a number"),
+        ({"samples": {"prompts": ["a", ""]}}, "samples.prompts"),
+        ({"quick": {"typo": 0}}, "^quick: .*typo"),
         ({"quick": 3}, "quick"),
     ],
 )
@@ -171,6 +177,7 @@ def test_compression_is_planned_by_nobody(name: str, place: str, tmp_path: Path)
         changes = {"quick": changes}
     elif place == "scheme":
         changes = {"schemes": [RECIPE["schemes"][0] | changes]}
-    with pytest.raises(UsageError, match=f"^{name}: got .* left out of a bench recipe") as caught:
+    expected = f"^(quick: )?{name}: got .* left out of a bench recipe"
+    with pytest.raises(UsageError, match=expected) as caught:
         load_recipe(write_recipe(tmp_path / "recipe.yaml", **changes))
     assert "recipes/untrained_compression.yaml" in caught.value.hint

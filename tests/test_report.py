@@ -15,7 +15,7 @@ import pytest
 from bench_fixture import make_result
 from rich.console import Console
 
-from ascend_kv.errors import RunError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate import plots, report
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.text_table import TextTable
@@ -172,6 +172,21 @@ def test_the_directory_is_tried_before_the_work(tmp_path: Path) -> None:
     for place in ("file", "file/below"):
         with pytest.raises(RunError, match=r"file.*cannot be written.*Name another place"):
             report.prepare_directory(tmp_path / place)
+
+
+def test_a_report_of_another_command_is_not_overwritten(tmp_path: Path) -> None:
+    report.write_json(make_result(), tmp_path)
+    before = (tmp_path / "report.json").read_text()
+    with report.output_directory(tmp_path, "ascend_kv.bench/2"):
+        pass
+    other = report.output_directory(tmp_path, "ascend_kv.eval/1")
+    with pytest.raises(UsageError, match=r"--output.*ascend_kv\.bench/1"), other:
+        pass
+    assert (tmp_path / "report.json").read_text() == before
+    for nothing in ("{", "[]", "{}"):
+        (tmp_path / "report.json").write_text(nothing)
+        with report.output_directory(tmp_path, "ascend_kv.eval/1"):
+            pass
 
 
 def test_a_disk_already_full_is_noticed_before_the_work(

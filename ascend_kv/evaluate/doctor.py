@@ -93,7 +93,7 @@ def run_doctor(
     kind = recipe_kind(recipe) if recipe is not None else None
     if recipe is not None and kind is not None:
         check_recipe(recipe, kind, model)
-    aim = get_device(target) if target is not None else None
+    aim = get_device(target, "--target") if target is not None else None
     findings = examine()
     text = io.StringIO()
     console = table_console(file=text)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ascend_kv.devices import Device, get_device
-from ascend_kv.evaluate.lint_case import Case, Lint, find_geometry, worst_first
+from ascend_kv.errors import UsageError
+from ascend_kv.evaluate.lint_case import Case, Lint, find_geometry, refused, worst_first
 from ascend_kv.evaluate.lint_formats import (
     look_at_block_size,
     look_at_formats,
@@ -60,7 +61,10 @@ def lint_recipe(recipe: BenchRecipe, device: Device, model: str | None) -> list[
     model_dtype = own if recipe.dtype == "auto" else recipe.dtype
     case = Case(with_real_formats(recipe, model_dtype), device, geometry, path, model_dtype)
     for look in LOOKS:
-        found += look(case)
+        try:
+            found += look(case)
+        except UsageError as error:  # as layers that the model has not got
+            found.append(refused(error.field, error, "It cannot be served."))
     return worst_first(found)
 
 

@@ -12,7 +12,7 @@ from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.recipe import BenchRecipe, SchemeRecipe
 from ascend_kv.evaluate.schemes import make_budget, plan_scheme
 from ascend_kv.geometry import ModelGeometry, layer_format
-from ascend_kv.model_files import load_geometry
+from ascend_kv.model_files import is_hub_id, load_geometry
 from ascend_kv.plan.capacity import Capacity
 
 Severity = Literal["error", "warning", "note"]
@@ -100,6 +100,12 @@ def find_geometry(named: str | None, found: list[Lint]) -> tuple[Path | None, Mo
     """
     path = Path(named).expanduser() if named else None
     if path is None or not path.exists():
+        if named is not None and not is_hub_id(named):
+            reason = "There is no such file or directory."
+            found.append(
+                Lint("error", "model", named, reason, "A directory, a .gguf file or a hub id.")
+            )
+            return None, None
         what = "no model is named" if named is None else f"{named} is not on this machine"
         reason = "What depends on the model was not looked at."
         found.append(Lint("note", "model", what, reason, "--model DIRECTORY or FILE.gguf"))

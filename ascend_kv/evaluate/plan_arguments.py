@@ -26,12 +26,12 @@ Examples:
   ascend-kv plan qwen2.5-7b --device 910B1
   ascend-kv plan Qwen/Qwen2.5-72B-Instruct --device 910B1 --cards 16 --tensor-parallel 8 --explain
   ascend-kv plan qwen3-32b --device 910B4 --cards 4 --weights w8a8 --formats auto,int8
-  ascend-kv plan model.gguf --memory 90MiB --prompt 100 --output 160 --block-size 16
+  ascend-kv plan model.gguf --memory 90MiB --max-model-len 1024 --prompt 100 --output 160
   ascend-kv plan deepseek-v4-flash --device 950DT --cards 16 --max-model-len 131072
   ascend-kv plan qwen2.5-7b --device 910B1 --simulate 4 --requests 1000 --sigma 0.5
   ascend-kv plan qwen2.5-7b --device 910B1 --sweep runs/plan              # tables and plots
   ascend-kv plan qwen2.5-7b --device 910B1 --published                    # what speed rests on
-  ascend-kv plan model.gguf --memory 90MiB --calibrate                    # measures this machine
+  ascend-kv plan model.gguf --memory 90MiB --max-model-len 1024 --calibrate # measures this machine
 
 Exit codes: 0 done, 1 something failed, 2 something given was not legal or does not fit.
 """

@@ -32,7 +32,8 @@ def wanted_calibration(
         legal = "a model that keeps every token"
         raise UsageError(flag, deployment.model.name, legal, "Other steps are not measured.")
     if deployment.hardware.name != "cpu":
-        raise UsageError(flag, options.device, "with --device cpu", "This machine is measured.")
+        hint = f"{flag} is about this machine."
+        raise UsageError("--device", options.device, f"cpu with {flag}", hint)
     model, weights = deployment.model, deployment.weights.name
     if deployment.parallel.tensor > 1:
         legal = f"1 with {flag}"

@@ -94,9 +94,9 @@ class Plan(NamedTuple):
         """
         for policy in self.policies:
             if not policy.clocks:
-                legal = "with --device 910B1 to 910B3, 950PR or 950DT, or with --calibrate"
+                legal = f"910B1 to 910B3, 950PR or 950DT with {flag}, or cpu and --calibrate"
                 hint = f"No speed is predicted: {self.why_no_speed(policy)}."
-                raise UsageError(flag, self.deployment.hardware.name, legal, hint)
+                raise UsageError("--device", self.deployment.hardware.name, legal, hint)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -198,8 +198,8 @@ def _rate(given: str | None) -> float:
         rate = math.inf if given is None else float(given)
     except ValueError:
         rate = math.nan
-    if not rate > 0:
-        raise UsageError("--simulate", given, "requests a second, above 0, or inf")
+    if math.isnan(rate):
+        raise UsageError("--simulate", given, "requests a second, or inf")
     return rate
 
 

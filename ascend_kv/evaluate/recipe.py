@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -15,6 +15,8 @@ from ascend_kv.errors import UsageError
 from ascend_kv.evaluate.workload import WorkloadRecipe
 from ascend_kv.geometry import FORMATS
 from ascend_kv.user_values import from_mapping
+
+R = TypeVar("R")
 
 SIXTEEN_BIT = "16-bit"
 """In a recipe: the model's own type if that has 16 bits, else float16 (``with_real_formats``).
@@ -181,6 +183,8 @@ class BenchRecipe:
         self.perplexity.check()
         _at_least("planted_bias.texts", self.planted_bias.texts, 0)
         _at_least("samples.max_tokens", self.samples.max_tokens, 1)
+        if not all(self.samples.prompts):
+            raise UsageError("samples.prompts", list(self.samples.prompts), "texts of some length")
         if self.scale_type == "static" and self.kv_cache_scales is None:
             raise UsageError("kv_cache_scales", None, "a file or checkpoint, with static scales")
         for key, kv_cache_dtype in self.formats():
@@ -295,13 +299,14 @@ def load_recipe(path: Path, quick: bool = False) -> BenchRecipe:
     Raises:
         UsageError: no such file, not YAML, an unknown key or an illegal value.
     """
-    versions = read_versions(path)
-    for mapping in versions:
+
+    def read(mapping: Mapping[str, Any]) -> BenchRecipe:
         _refuse_compression(mapping)
-    recipes = [from_mapping(BenchRecipe, mapping, str(path)) for mapping in versions]
-    for recipe in recipes:
+        recipe = from_mapping(BenchRecipe, mapping, str(path))
         recipe.check()
-    return recipes[1] if quick else recipes[0]
+        return recipe
+
+    return checked_versions(read_versions(path), read)[quick]
 
 
 def _refuse_compression(mapping: Mapping[str, Any]) -> None:
@@ -329,6 +334,21 @@ def read_versions(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(shorter, Mapping):
         raise UsageError(f"{path}: quick", shorter, "keys of the recipe and their values")
     return content, merge(content, shorter)
+
+
+def checked_versions(
+    versions: tuple[dict[str, Any], dict[str, Any]], read: Callable[[Mapping[str, Any]], R]
+) -> tuple[R, R]:
+    """What ``read`` makes of both versions; what only the shorter has wrong is told as ``quick``'s.
+
+    Raises:
+        UsageError: as ``read``.
+    """
+    whole = read(versions[0])
+    try:
+        return whole, read(versions[1])
+    except UsageError as error:
+        raise UsageError(f"quick: {error.field}", error.given, error.legal, error.hint) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

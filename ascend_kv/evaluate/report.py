@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ascend_kv.errors import RunError
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate.console import Log, print_table
 from ascend_kv.evaluate.machine import Machine
 from ascend_kv.evaluate.plots import draw_plots
@@ -58,12 +58,18 @@ def prepare_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def output_directory(directory: Path) -> Iterator[None]:
+def output_directory(directory: Path, schema: str) -> Iterator[None]:
     """``prepare_directory``; what was made and is still empty is gone again if the run fails.
 
+    Args:
+        directory: where results go.
+        schema: of the ``report.json`` that will be written there.
+
     Raises:
-        RunError: as there.
+        UsageError: a report lies there that is another command's.
+        RunError: as ``prepare_directory``.
     """
+    _keep_other_reports(directory / "report.json", schema)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     prepare_directory(directory)
     try:
@@ -73,6 +79,17 @@ def output_directory(directory: Path) -> Iterator[None]:
             for path in made:
                 path.rmdir()
         raise
+
+
+def _keep_other_reports(path: Path, schema: str) -> None:
+    try:
+        lies_there = json.loads(path.read_text(encoding="utf-8"))["schema"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # none, or nothing that could be read again
+    if str(lies_there).partition("/")[0] != schema.partition("/")[0]:
+        legal = f"a directory without a report, or with one of {schema.partition('/')[0]}"
+        hint = f"Its report.json is of {lies_there} and would be overwritten."
+        raise UsageError("--output", str(path.parent), legal, hint)
 
 
 class Saver:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ascend_kv.errors import UsageError
+from ascend_kv.plan.traces import MOST_REQUESTS, MOST_SIGMA
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,17 @@ class WorkloadRecipe:
         """Refuse what could never be served.
 
         Raises:
-            UsageError: no requests, lengths that are not 1 <= min <= mean <= max, or a longest
-                request that does not fit ``max_model_len``.
+            UsageError: no requests or too many, lengths that are not 1 <= min <= mean <= max, or a
+                longest request that does not fit ``max_model_len``.
         """
-        if self.requests < 1:
-            raise UsageError("workload.requests", self.requests, "1 or more")
+        if not 1 <= self.requests <= MOST_REQUESTS:
+            raise UsageError("workload.requests", self.requests, f"1 to {MOST_REQUESTS}")
         for name in ("prompt_tokens", "output_tokens"):
             lengths: LengthRecipe = getattr(self, name)
             if not 1 <= lengths.min <= lengths.mean <= lengths.max:
                 raise UsageError(f"workload.{name}", lengths.description, "1 <= min <= mean <= max")
-            if lengths.sigma < 0:
-                raise UsageError(f"workload.{name}.sigma", lengths.sigma, "0 or more")
+            if not 0 <= lengths.sigma <= MOST_SIGMA:
+                raise UsageError(f"workload.{name}.sigma", lengths.sigma, f"0 to {MOST_SIGMA}")
         longest = self.prompt_tokens.max + self.output_tokens.max
         if longest > max_model_len:
             raise UsageError(

@@ -28,6 +28,7 @@ from ascend_kv.integrations.key_statistics import KeyStatistics
 from ascend_kv.integrations.key_trial import same_scores, trial_positions, try_keys
 from ascend_kv.integrations.key_weights import KeyWeights, layers_of, pair_exponents
 from ascend_kv.integrations.loading import LoadedModel
+from ascend_kv.resolved_cache import layer_numbers
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -76,13 +77,7 @@ def condition_keys(
 
 
 def _wanted_offsets(given: KeyOffsetLayers | Sequence[int], layers: int) -> str | tuple[int, ...]:
-    if isinstance(given, str):
-        return given
-    for layer in given:
-        if not -layers <= layer < layers:
-            legal = f"{-layers} to {layers - 1} in this model"
-            raise UsageError("key_offset_layers", layer, legal)
-    return tuple(sorted({layer % layers for layer in given}))
+    return given if isinstance(given, str) else layer_numbers("key_offset_layers", given, layers)
 
 
 class _Decision(NamedTuple):

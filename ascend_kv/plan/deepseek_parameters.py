@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_kv.compressed_layers import layers_from_config
-from ascend_kv.errors import UnsupportedModelError
+from ascend_kv.model_config import count_or_zero, need_count
 
 
 def deepseek_attention(config: Mapping[str, Any]) -> int:
@@ -61,19 +61,7 @@ def deepseek_kept(config: Mapping[str, Any]) -> list[int]:
         return [half + _compressors(config), layers * more]
     latent, rope = need_count(config, "kv_lora_rank"), need_count(config, "qk_rope_head_dim")
     nope, value = need_count(config, "qk_nope_head_dim"), need_count(config, "v_head_dim")
-    sparse = layers - int(config.get("first_k_dense_replace") or 0)
+    sparse = layers - count_or_zero(config, "first_k_dense_replace")
     more = hidden * (rank + latent + rope + need_count(config, "index_head_dim"))
     more += latent * heads * (nope + value)
     return [sparse * routers + layers * index_heads, layers * more]
-
-
-def need_count(config: Mapping[str, Any], field: str) -> int:
-    """A field of a configuration that has to be there.
-
-    Raises:
-        UnsupportedModelError: it is not, or is no whole number of at least 1.
-    """
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(field, value, "a whole number of at least 1 in the config")
-    return value

@@ -18,7 +18,7 @@ from typing import Any
 
 from ascend_kv.compressed_layers import CompressedFormats, CompressedLayers
 from ascend_kv.geometry import ModelGeometry
-from ascend_kv.plan.deepseek_parameters import need_count
+from ascend_kv.model_config import need_count
 
 LATENT_MODEL_TYPE = "deepseek_v32"
 _TILE, _FLOAT32_BYTES = 128, 4

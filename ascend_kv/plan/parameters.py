@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ascend_kv.geometry import ModelGeometry
-from ascend_kv.plan.deepseek_parameters import deepseek_attention, deepseek_kept, need_count
+from ascend_kv.model_config import count_or_zero, need_count
+from ascend_kv.plan.deepseek_parameters import deepseek_attention, deepseek_kept
 from ascend_kv.plan.weight_formats import WeightFormat
 
 
@@ -101,8 +102,8 @@ def count_parameters(config: Mapping[str, Any], geometry: ModelGeometry) -> Para
     if geometry.model_type.startswith("qwen3"):
         norms += layers * 2 * geometry.head_dim
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    dense_layers = int(config.get("first_k_dense_replace") or 0) if experts else layers
+    experts = next((need_count(config, name) for name in names if config.get(name)), 0)
+    dense_layers = count_or_zero(config, "first_k_dense_replace") if experts else layers
     dense = 0
     if dense_layers:
         dense = dense_layers * 3 * hidden * need_count(config, "intermediate_size")
@@ -112,7 +113,7 @@ def count_parameters(config: Mapping[str, Any], geometry: ModelGeometry) -> Para
         one = 3 * hidden * need_count(config, name or "intermediate_size")
         sparse = layers - dense_layers
         routed, per_token = sparse * experts * one, need_count(config, "num_experts_per_tok")
-        dense += sparse * (hidden * experts + int(config.get("n_shared_experts") or 0) * one)
+        dense += sparse * (hidden * experts + count_or_zero(config, "n_shared_experts") * one)
     return Parameters(
         embedding=embedding,
         output=embedding,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ascend_kv.compressed_layers import CompressedLayers
-from ascend_kv.plan.deepseek_parameters import need_count
+from ascend_kv.model_config import need_count
 from ascend_kv.plan.hardware import Hardware
 from ascend_kv.plan.latent import LatentLayers
 from ascend_kv.plan.models import PlannedModel

@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 from ascend_kv.errors import UsageError
 from ascend_kv.user_values import is_int
 
+MOST_REQUESTS = 1_000_000
+MOST_SIGMA = 3
+"""A request in six would be twenty times as long as the middle one."""
+LEAST_RATE = 1e-6
+"""Requests a second: one in eleven days."""
+
 
 class Arrival(NamedTuple):
     """One request: when it comes, in seconds, and how long its prompt and output are."""
@@ -44,12 +50,12 @@ def poisson_trace(
     Raises:
         UsageError: names the flag whose value is not legal.
     """
-    if requests < 1:
-        raise UsageError("--requests", requests, "1 or more")
-    if not rate > 0:
-        raise UsageError("--rate", rate, "requests a second, above 0, or inf")
-    if not 0 <= sigma <= 3:
-        raise UsageError("--sigma", sigma, "0 to 3")
+    if not 1 <= requests <= MOST_REQUESTS:
+        raise UsageError("--requests", requests, f"1 to {MOST_REQUESTS}")
+    if not rate >= LEAST_RATE:
+        raise UsageError("--simulate", rate, f"requests a second, {LEAST_RATE} or more, or inf")
+    if not 0 <= sigma <= MOST_SIGMA:
+        raise UsageError("--sigma", sigma, f"0 to {MOST_SIGMA}")
     generator = random.Random(seed)
 
     def draw(mean: float, most: int) -> int:

@@ -13,7 +13,15 @@ from ascend_kv.errors import UsageError
 from ascend_kv.plan.roofline import floor_seconds
 from ascend_kv.profile.attribution import PARTS, Attribution, Step, attribute
 from ascend_kv.profile.categories import CATEGORIES, category_of, label_of
-from ascend_kv.profile.inputs import KERNELS, STATISTIC, TRACE, Input, find_inputs, read_workload
+from ascend_kv.profile.inputs import (
+    KERNELS,
+    STATISTIC,
+    TRACE,
+    WORKLOAD,
+    Input,
+    find_inputs,
+    read_workload,
+)
 from ascend_kv.profile.spool import Spool
 from ascend_kv.profile.tables_csv import read_kernels, read_statistic
 from ascend_kv.profile.tasks import MOST_STEPS, Lane, Remarks, Steps, Task
@@ -140,10 +148,10 @@ def read_profile(
         UsageError: nothing that can be read, an unknown device or operator.
         OSError: a file cannot be read.
     """
-    found = get_device(device) if device else None  # refused before minutes of reading
+    found = get_device(device, "--device") if device else None  # refused before minutes of reading
     workload = read_workload(path)
     if found is None and workload and isinstance(workload.get("device"), str):
-        found = get_device(workload["device"])
+        found = get_device(workload["device"], f"{WORKLOAD}: device")
     reader = _Reader(step_operator)
     inputs = find_inputs(path)
     for given in inputs:

@@ -186,7 +186,7 @@ class _Columns:
 
     def lacking(self, wanted: str) -> UsageError:
         names = " or ".join(repr(name) for name in _NAMES[wanted])
-        shown = ", ".join(self.header[:12]) or "nothing"
+        shown = repr(", ".join(self.header[:12])[:200]) if self.header else "nothing"
         return UsageError(
             "profile", str(self.path), f"a table with a column {names}", f"Its first line: {shown}."
         )

@@ -101,8 +101,11 @@ class Remarks:
         ]
 
 
+_MOST_MICROSECONDS = 2**63 // 1000
+
+
 def to_nanoseconds(microseconds: str | int | float) -> int | None:
-    """Exact; None for ``N/A``, an empty cell and what is no number.
+    """Exact; None for ``N/A``, an empty cell and what is no number or no time, 292 years and more.
 
     Args:
         microseconds: text such as "1714123456789012.345", perhaps with a tab or quotes, as msprof
@@ -110,10 +113,12 @@ def to_nanoseconds(microseconds: str | int | float) -> int | None:
     """
     text = str(microseconds).strip(" \t\"'")
     whole, _, rest = text.partition(".")
-    if whole.isdecimal() and (not rest or rest.isdecimal()):
-        return int(whole) * 1000 + (int((rest + "00")[:3]) if rest else 0)
+    if whole.isdecimal() and len(whole) <= 16 and (not rest or rest.isdecimal()):  # the usual
+        exact = int(whole) * 1000 + (int((rest + "00")[:3]) if rest else 0)
+        return exact if exact < 2**63 else None
     try:
         number = Decimal(text)
     except InvalidOperation:
         return None
-    return round(number * 1000) if number.is_finite() else None
+    is_time = number.is_finite() and number.copy_abs() < _MOST_MICROSECONDS
+    return round(number * 1000) if is_time else None

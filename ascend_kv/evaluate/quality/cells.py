@@ -45,6 +45,8 @@ class CellStore:
             settings: sections of settings; those below ``tasks`` and ``policies`` are compared
                 name by name, so that there may be more or fewer of them than before.
 
+        Settings without a cell, of a run that failed at once, give way to these.
+
         Raises:
             UsageError: the cells that are there were computed with other settings.
             RunError: the directory cannot be read or written.
@@ -53,8 +55,8 @@ class CellStore:
         self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
         path = self._folder / "settings.json"
         given = json.loads(json.dumps({"schema": _SCHEMA} | dict(settings)))
-        before = self._read_settings(path)
-        if before is not None:
+        if any(self._folder.glob("*/*/*.json")):
+            before = self._read_settings(path)
             _check_same(before, given, directory)
             for section in _OPEN:
                 given[section] = before.get(section, {}) | given.get(section, {})
@@ -101,16 +103,19 @@ class CellStore:
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be read (%s): its cell is computed again", path, error)
             return None
-        return content if isinstance(content, dict) else None
+        if isinstance(content, dict) and content:
+            return content
+        logger.warning("%s holds nothing: its cell is computed again", path)
+        return None
 
-    def _read_settings(self, path: Path) -> dict[str, Any] | None:
-        if not path.exists():
-            return None
-        content = self._read(path)
-        if content is None:
+    def _read_settings(self, path: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             legal = "the output of an evaluation, or a directory without one"
-            raise UsageError("output", str(path), legal, "Its settings cannot be read.")
-        return content
+            hint = f"Its settings cannot be read ({error}), so nothing says what its cells are of."
+            raise UsageError("--output", str(path), legal, hint) from error
+        return content if isinstance(content, dict) else {}
 
 
 def _check_same(before: Mapping[str, Any], given: Mapping[str, Any], directory: Path) -> None:

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ascend_kv.errors import UsageError
+
 if TYPE_CHECKING:
     from ascend_kv.evaluate.quality.recipe import EvalRecipe
 
@@ -102,6 +104,7 @@ def run(options: argparse.Namespace) -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from ascend_kv.evaluate.quality.recipe import load_eval_recipe, with_flags
+    from ascend_kv.evaluate.quality.results import SCHEMA
     from ascend_kv.evaluate.report import output_directory
 
     recipe = with_flags(
@@ -112,15 +115,15 @@ def run(options: argparse.Namespace) -> None:
             "device": options.device,
             "dtype": options.dtype,
             "policies": options.policy,
-            "tasks": _names(options.task),
+            "tasks": _names("--task", options.task),
             "windows": options.windows,
             "window_tokens": options.window_tokens,
-            "lm_eval": _names(options.lm_eval),
+            "lm_eval": _names("--lm-eval", options.lm_eval),
             "limit": options.limit,
         },
     )
     directory = options.output or Path("runs") / datetime.now().strftime("eval_%Y-%m-%d_%H-%M-%S")
-    with output_directory(directory):
+    with output_directory(directory, SCHEMA):
         _evaluate(recipe, directory, options)
 
 
@@ -135,6 +138,8 @@ def _evaluate(recipe: EvalRecipe, directory: Path, options: argparse.Namespace) 
     evaluation = Evaluation(recipe, directory, options.quick, log)
     try:
         result = run_eval(evaluation, report.Saver(directory, log))
+    except UsageError:  # the same command would fail again
+        raise
     except BaseException:
         log.say(f"To go on: the same command with --output {directory}")
         raise
@@ -145,5 +150,8 @@ def _evaluate(recipe: EvalRecipe, directory: Path, options: argparse.Namespace) 
     log.say(f"Report: {directory / 'report.md'}")
 
 
-def _names(given: list[str] | None) -> list[str]:
-    return [name.strip() for text in given or [] for name in text.split(",") if name.strip()]
+def _names(flag: str, given: list[str] | None) -> list[str]:
+    names = [name.strip() for text in given or [] for name in text.split(",") if name.strip()]
+    if given and not names:
+        raise UsageError(flag, ",".join(given), "a name, or several with commas between")
+    return names

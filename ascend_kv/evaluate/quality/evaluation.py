@@ -180,13 +180,10 @@ class Evaluation:
         if "scales" in policy.calibrate:
             config = policy.cache_config(self.loaded.dtype)
             config = replace(config, **made)
-            try:
+            with policy.named_in_errors():
                 made["kv_cache_scales"] = calibrate_scales(
                     self.loaded, config, self._calibration_tokens
                 )
-            except UsageError as error:
-                field = f"policy {policy.name!r}: {error.field}"
-                raise UsageError(field, error.given, error.legal, error.hint) from error
         return made
 
     @cached_property

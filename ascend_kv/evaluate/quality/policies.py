@@ -6,7 +6,8 @@ baseline, one of transformers' own quantized caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,6 +118,15 @@ class Policy:
                 raise UsageError(f"{where}.{name}", self.kv_cache_config[name], legal)
         with name_format(f"{where}.kv_cache_dtype"):
             self.cache_config("auto")
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Errors say which policy they are about."""
+        try:
+            yield
+        except UsageError as error:
+            field = f"policy {self.name!r}: {error.field}"
+            raise UsageError(field, error.given, error.legal, error.hint) from error
 
     def options(self, model_dtype: str) -> dict[str, Any]:
         """``kv_cache_config`` with a real type in place of ``16-bit``."""

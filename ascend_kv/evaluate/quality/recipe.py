@@ -15,7 +15,7 @@ from ascend_kv.evaluate.quality.policies import (
     parse_policy,
     read_policy,
 )
-from ascend_kv.evaluate.recipe import WindowRecipe, merge, read_versions
+from ascend_kv.evaluate.recipe import WindowRecipe, checked_versions, merge, read_versions
 from ascend_kv.geometry import FORMATS
 from ascend_kv.registry import did_you_mean
 from ascend_kv.user_values import from_mapping
@@ -207,10 +207,13 @@ def load_eval_recipe(path: Path | None, quick: bool = False) -> EvalRecipe:
         UsageError: no such file, not YAML, an unknown key or an illegal value.
     """
     contents = ({}, QUICK) if path is None else read_versions(path)
-    recipes = [_read(content, str(path)) for content in contents]
-    for recipe in recipes:
+
+    def read(content: Mapping[str, Any]) -> EvalRecipe:
+        recipe = _read(content, str(path))
         recipe.check()
-    return recipes[1] if quick else recipes[0]
+        return recipe
+
+    return checked_versions(contents, read)[quick]
 
 
 def _read(content: Mapping[str, Any], where: str) -> EvalRecipe:

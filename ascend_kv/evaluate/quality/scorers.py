@@ -70,7 +70,15 @@ class PolicyRunner:
         return PagedScorer(self.open_llm(length))
 
     def open_llm(self, length: int, sequences: int = 1, texts: bool = False) -> LLM:
-        """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``."""
+        """A cache of ours as an ``LLM`` for so many sequences, with its tokenizer if ``texts``.
+
+        Raises:
+            UsageError: names the policy.
+        """
+        with self.policy.named_in_errors():
+            return self._make_llm(length, sequences, texts)
+
+    def _make_llm(self, length: int, sequences: int, texts: bool) -> LLM:
         options = {**self.policy.options(self.loaded.dtype), **self.calibrated}
         options.pop("block_size", None)
         if self.compression is not None:
