@@ -35,6 +35,22 @@ def write_whole(path: Path, content: str) -> None:
         unfinished.write_text(content, encoding="utf-8")
 
 
+def check_place(path: Path) -> None:
+    """See, before long work, that a file can be written there; one that is there stays.
+
+    Raises:
+        RunError: it cannot.
+    """
+    probe = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        probe.touch()
+    except OSError as error:
+        raise RunError(cannot_write(path, error)) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+
+
 def cannot_write(path: Path, error: OSError) -> str:
     """What a user is told about a file or folder that cannot be written."""
     return f"{path} cannot be written: {error.strerror or error}. Name another place"

@@ -100,7 +100,7 @@ def test_the_tool_end_to_end(
     monkeypatch.setattr(bench, "MATMUL_SIZE", 32)
     sizes = ["--shape", "4/2x16", "--context", "16", "32", "64", "--batch", "1", "--prompt", "5"]
     options = ["--seconds", "0.001", "--threads", "1", "--json", "--plot", str(plot)]
-    bench.main([*sizes, *options])
+    assert bench.main([*sizes, *options]) == 0
     report = json.loads(capsys.readouterr().out)
     bench.show(report)
     shown = capsys.readouterr().out
@@ -119,6 +119,28 @@ def test_the_tool_end_to_end(
     decodes = [("paged_attention decode", context) for context in (16, 32, 64)]
     expected = [*decodes, ("paged_attention prefill", 5)] if "native" in served else []
     assert costs == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--context", "16", "0"], ["--batch", "-1"], ["--prompt", "0"], ["--threads", "0"]),
+        *(["--seconds", "nan"], ["--shape", "foo"], ["--shape", "3/2x64"], ["--shape", "0/1x8"]),
+    ],
+)
+def test_mistakes_name_the_flag(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool().main(words) == 2
+    printed = capsys.readouterr()
+    assert f"{words[0]}: got" in printed.err and not printed.out
+
+
+def test_a_plot_is_tried_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = tool()
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("it measured"))
+    assert bench.main(["--plot", str(tmp_path / "gone" / "x.png")]) == 1
+    assert "x.png cannot be written" in capsys.readouterr().err
 
 
 class Clock:

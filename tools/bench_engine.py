@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ from ascend_kv.config import SchedulerConfig
 from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.engine import Engine
 from ascend_kv.engine.params import SamplingParams
+from ascend_kv.errors import UsageError
+from ascend_kv.user_values import at_least_one
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 5
@@ -47,7 +50,7 @@ def engine_milliseconds(
     batch: int, context: int, vocab: int, steps: int, params: SamplingParams
 ) -> dict[str, float]:
     """Milliseconds a decode step spends outside the model, median and 95th percentile."""
-    length = context + steps + 1
+    length = context + WARM_UP_STEPS + steps + 1
     tables = PagedTables(batch * -(-length // BLOCK_SIZE) + batch, BLOCK_SIZE)
     config = SchedulerConfig(
         max_model_len=length, max_num_seqs=batch, max_num_batched_tokens=batch * context
@@ -84,8 +87,8 @@ def pool_nanoseconds(num_blocks: int, operations: int) -> float:
     return (time.perf_counter() - started) / (operations // 2 * 2) * 1e9
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,6 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured (100)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
+    try:
+        for name in ("context", "vocab", "steps"):
+            at_least_one(f"--{name}", getattr(options, name))
+        for batch in options.batch:
+            at_least_one("--batch", batch)
+    except UsageError as error:
+        print(f"bench_engine: {error}", file=sys.stderr)
+        return error.exit_code
+    _measure(options)
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> None:
     kinds = {
         "greedy": SamplingParams(temperature=0, max_tokens=10**6),
         "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=0, max_tokens=10**6),
@@ -130,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

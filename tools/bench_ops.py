@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,9 +31,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ascend_kv.cache.huge_pages import prefer_huge_pages
+from ascend_kv.errors import RunError, UsageError
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.evaluate.operator_plot import draw_operators
 from ascend_kv.ops.registration import NAMESPACE, REFERENCE_NAMESPACE, has_kernel, operator
+from ascend_kv.user_values import at_least_one
+from ascend_kv.whole_files import check_place
 
 BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 1 << 28
@@ -80,9 +85,17 @@ class Probe(NamedTuple):
 
 
 def read_shape(text: str) -> Shape:
-    """For argparse."""
-    heads, rest = text.split("/")
-    return Shape(int(heads), *(int(x) for x in rest.split("x")))
+    """A shape such as 28/4x128.
+
+    Raises:
+        UsageError: something else, or query heads that do not share KV heads evenly.
+    """
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)x([1-9]\d*)", text)
+    shape = Shape(*map(int, match.groups())) if match else None
+    if shape is None or shape.heads % shape.kv_heads:
+        legal = "heads/kv_headsxdim, such as 28/4x128, heads a multiple of kv_heads"
+        raise UsageError("--shape", text, legal)
+    return shape
 
 
 def take_turns(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
@@ -363,8 +376,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, draw."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, draw; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -378,11 +391,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw native operators")
     options = parser.parse_args(arguments)
+    try:
+        for name in ("context", "batch", "prompt"):
+            for number in getattr(options, name):
+                at_least_one(f"--{name}", number)
+        at_least_one("--threads", options.threads)
+        if not 0 < options.seconds < 3600:
+            raise UsageError("--seconds", options.seconds, "above 0, below 3600")
+        shapes_to_run = [read_shape(shape) for shape in options.shape]
+        if options.plot:
+            check_place(options.plot)
+        _measure(options, shapes_to_run)
+    except (RunError, UsageError) as error:
+        print(f"bench_ops: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _measure(options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     probes = make_probes()
     rows: list[dict[str, Any]] = []
-    for shape in map(read_shape, options.shape):
+    for shape in shapes:
         for batch in options.batch:
             for context in options.context:
                 for case in decodes(shape, batch, context):
@@ -411,4 +442,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,7 @@ from ascend_kv.engine.batch import Batch
 from ascend_kv.engine.params import SamplingParams
 from ascend_kv.engine.request import Status
 from ascend_kv.errors import RunError
+from ascend_kv.evaluate.console import Log, table_console
 from ascend_kv.evaluate.machine import this_machine
 from ascend_kv.geometry import ModelGeometry
 from ascend_kv.integrations.loading import LoadedModel, load_model
@@ -74,7 +75,10 @@ def calibrate(model: str | Path, described: str, caches: Sequence[CacheConfig]) 
                 "kv_cache_dtype_skip_layers": cache.kv_cache_dtype_skip_layers,
             }
     machine = this_machine("cpu", torch.get_num_threads())
-    return Calibration(machine.label, described, measure_costs(loaded, options))
+    log = Log(table_console(stderr=True))
+    with log.bar("calibration", num_parts(len(options)), "parts") as advance:
+        costs = measure_costs(loaded, options, advance=lambda: advance(1))
+    return Calibration(machine.label, described, costs)
 
 
 def measure_costs(
