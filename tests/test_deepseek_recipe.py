@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import runpy
 import subprocess
@@ -55,8 +56,8 @@ def test_the_shipped_file_has_every_key_and_explains_it() -> None:
 def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "short.yaml"
     path.write_text(yaml.safe_dump(SHORT), encoding="utf-8")
-    tables = run_deepseek(load_deepseek_recipe(path), Log(table_console(stderr=True)))
-    _, serving, decode = tables
+    result = run_deepseek(load_deepseek_recipe(path), Log(table_console(stderr=True)))
+    _, serving, decode = result.tables()
     assert [row[0] for row in serving.rows] == [
         "the model's type",
         "INT8 indexer keys",
@@ -70,6 +71,15 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(decode.rows) == 5 and all("ms" in row[1] for row in decode.rows)
     smaller = {row[0].split(",")[0]: float(row[-1]) for row in decode.rows[:1]}
     assert smaller["hca"] > 1
+    content = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert [one["cache_bytes"] for one in content["served"]] == [
+        one["geometry_bytes"] for one in content["served"]
+    ]
+    assert len(content["decode"]) == 5 and content["decode"][0]["seconds"] > 0
+    flash = content["geometry"][0]
+    assert flash["context_tokens"] == 1 << 17 and set(flash["bytes"]) == set(
+        content["served"][0]["cache_bytes"]
+    )
 
 
 def test_bytes_beside_those_that_were_published() -> None:

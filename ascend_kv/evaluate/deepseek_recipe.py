@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,8 @@ from ascend_kv.text_table import TextTable
 from ascend_kv.user_values import at_least_one, format_bytes, from_mapping, one_of
 
 _GIB = 1 << 30
+_MODELS = {"Flash": DEEPSEEK_V4_FLASH, "Pro": DEEPSEEK_V4_PRO}
+_CONTEXTS = (1 << 17, 1 << 20)
 _PUBLISHED = {("Pro", 1 << 20): "9.62 GiB"}
 _FORMATS = {
     "16 bit": CompressedFormats("bfloat16", "bfloat16", "bfloat16"),
@@ -108,23 +110,55 @@ def load_deepseek_recipe(path: Path) -> DeepseekRecipe:
     return from_mapping(DeepseekRecipe, read_yaml(path), str(path))
 
 
-def run_deepseek(recipe: DeepseekRecipe, log: Log) -> list[TextTable]:
-    """Run it all; returns what it found as tables."""
-    tables = [bytes_table()]
+class DeepseekResult(NamedTuple):
+    """What a run found."""
+
+    recipe: DeepseekRecipe
+    served: list[Served]
+    decode: list[DecodeTime]
+
+    def tables(self) -> list[TextTable]:
+        """For people; what geometry says comes first."""
+        return [
+            bytes_table(),
+            serving_table(self.recipe, self.served),
+            decode_table(self.decode),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts; bytes of a whole sequence by group, and what is measured."""
+        return {
+            "schema": "ascend_kv.deepseek/1",
+            "recipe": asdict(self.recipe),
+            "geometry": [
+                {"model": model, "context_tokens": tokens, "formats": formats._asdict()}
+                | {"bytes": layers.kv_bytes(tokens, formats)}
+                for model, layers in _MODELS.items()
+                for tokens in _CONTEXTS
+                for formats in _FORMATS.values()
+            ],
+            "served": [one._asdict() for one in self.served],
+            "decode": [
+                one._asdict() | {"formats": one.formats._asdict(), "speedup": one.speedup}
+                for one in self.decode
+            ],
+        }
+
+
+def run_deepseek(recipe: DeepseekRecipe, log: Log) -> DeepseekResult:
+    """Run it all."""
     with tempfile.TemporaryDirectory() as directory:
         log.say(f"A random model of {len(recipe.schedule)} layers: {', '.join(recipe.schedule)}")
         make_random_deepseek(Path(directory), recipe.schedule, recipe.seed)
         loaded = load_model(directory, recipe.dtype)
-        tables.append(serving_table(recipe, serve_all(recipe, loaded, log)))
-        tables.append(decode_table(time_all(recipe, loaded, log)))
-    return tables
+        return DeepseekResult(recipe, serve_all(recipe, loaded, log), time_all(recipe, loaded, log))
 
 
 def bytes_table() -> TextTable:
     """KV bytes of one sequence of Flash and of Pro, and where the figures around come from."""
     rows = []
-    for model, layers in (("Flash", DEEPSEEK_V4_FLASH), ("Pro", DEEPSEEK_V4_PRO)):
-        for tokens in (1 << 17, 1 << 20):
+    for model, layers in _MODELS.items():
+        for tokens in _CONTEXTS:
             for name, formats in _FORMATS.items():
                 kept = layers.kv_bytes(tokens, formats)
                 state = kept.pop("state")
