@@ -155,6 +155,19 @@ def test_environment_of_the_tests_serves_the_tests_again(checkout: Checkout) -> 
     assert checkout.calls == ["-m ruff check .", "-m mypy", pytest_call]
 
 
+def test_environment_of_the_tests_serves_a_recipe(checkout: Checkout) -> None:
+    checkout.run(TESTS)
+    assert checkout.run(RECIPE).returncode == 0 and checkout.calls == []
+
+
+def test_what_another_installation_built_over_is_installed_anew(checkout: Checkout) -> None:
+    """The operators lie in the checkout, one library whatever is installed beside it."""
+    checkout.run(RECIPE)
+    checkout.run(TESTS, CXX="some-compiler")
+    checkout.run(RECIPE)
+    assert checkout.installs[-1].endswith(" -e .")
+
+
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_changed_requirements_are_installed_into_the_same_environment(
     name: str, checkout: Checkout

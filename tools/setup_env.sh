@@ -47,6 +47,20 @@ fingerprint() {
   } | cksum
 }
 
+# Whether the package is installed with these extras, from what is here now. $1: extras
+is_installed() {
+  local stamp=$VENV/.installed-${1:-plain}
+  [[ -f $stamp && $(<"$stamp") == "$(fingerprint "$1")" ]]
+}
+
+# What else was installed here was built from other sources, or is about to be overwritten.
+forget_installations() {
+  local stamp
+  for stamp in "$VENV"/.installed-*; do
+    [[ ! -e $stamp ]] || : >"$stamp"
+  done
+}
+
 # pip hides what the build says.
 say_what_was_built() {
   if [[ -f $ROOT/ascend_kv/ops/_native_cpu.json ]]; then
@@ -121,7 +135,7 @@ install_torch_alone() {
 
 # setup_env [dev]: make the environment or find it ready.
 setup_env() {
-  local extras=${1:-} asked_python=${PYTHON:-} stamp wanted
+  local extras=${1:-} asked_python=${PYTHON:-} with_tools
   PYTHON=${PYTHON:-python3}
   VENV=${VENV:-$ROOT/.venv}
   case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
@@ -136,10 +150,11 @@ setup_env() {
     say "set_env.sh and start again. Going on with the CPU."
   fi
 
-  stamp=$VENV/.installed-${extras:-plain}
-  wanted=$(fingerprint "$extras")
   is_usable "$asked_python" || make_venv
-  if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+  with_tools=dev${extras:+,$extras} # an environment of the tests serves the recipes too
+  [[ $extras != dev* ]] || with_tools=$extras
+  if ! is_installed "$extras" && ! is_installed "$with_tools"; then
+    forget_installations
     say "[2/4] pip and what builds, in the versions of tools/constraints.txt"
     pip_install -c "$CONSTRAINTS" pip setuptools ninja
     install_torch
@@ -150,7 +165,7 @@ setup_env() {
     fi
     say "[4/4] ascend_kv${extras:+ with [$extras]} and what it needs"
     (cd "$ROOT" && pip_install --no-build-isolation -c "$CONSTRAINTS" -e ".${extras:+[$extras]}")
-    printf '%s\n' "$wanted" >"$stamp"
+    printf '%s\n' "$(fingerprint "$extras")" >"$VENV/.installed-${extras:-plain}"
     say_what_was_built
   fi
   say "environment $VENV is ready"
